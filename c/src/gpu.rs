@@ -176,7 +176,7 @@ extern "C" fn kvarts_pages_describe(
         let parts = several(parts, part_count, "parts")?;
         if parts.len() != chunks.len() {
             return Err(wrong(format!(
-                "{} parts were given, and a block has {} parts",
+                "{} parts were given, but a block has {} parts",
                 parts.len(),
                 chunks.len()
             )));

@@ -53,8 +53,8 @@ pub(super) fn check(socket: impl AsFd, server_uid: Option<u32>) -> io::Result<()
         return Ok(());
     }
     let what = format!(
-        "the socket belongs to a process of user {uid}, and a token is sent only to a trusted server: if \
-        that is the server's user, give it (--server-uid {uid}, KVARTS_SERVER_UID={uid}, or `server_uid` of \
+        "the socket belongs to a process of user {uid}, but a token is sent only to a trusted server: if \
+        user {uid} runs the server, name the user (--server-uid {uid}, KVARTS_SERVER_UID={uid}, or `server_uid` of \
         a connection)",
         uid = uid.as_raw()
     );

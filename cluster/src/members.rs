@@ -77,7 +77,7 @@ impl fmt::Display for MembersError {
             Self::Epoch(epoch) => {
                 write!(
                     f,
-                    "the epoch is {epoch}, and the limit is {EPOCH_MAX}: count the changes of the list \
+                    "the epoch is {epoch}, but the limit is {EPOCH_MAX}: count the changes of the list \
                     of members"
                 )
             }
@@ -257,7 +257,7 @@ mod tests {
         assert_eq!(error(&file(&[(A, "a:1"), (B, "a:1")])), "two nodes have the same address a:1");
         let late = file(&[(A, "a:1")]).replace("epoch = 3", "epoch = 202611261200");
         assert!(
-            error(&late).starts_with("the epoch is 202611261200, and the limit is 4294967295"),
+            error(&late).starts_with("the epoch is 202611261200, but the limit is 4294967295"),
             "{}",
             error(&late)
         );

@@ -93,7 +93,9 @@ impl ColdError {
         match self {
             Self::Budget(_) => "the daily budget of the bucket is used up",
             Self::Contended(_) => "other writers changed the same manifest: retry",
-            Self::ReadOnly(_) => "the bucket is read-only for kvarts, and deletes cannot be recorded there",
+            Self::ReadOnly(_) => {
+                "the bucket is read-only for kvarts, so deletes cannot be recorded in the bucket"
+            }
             _ => "the request to the bucket failed: retry later",
         }
     }

@@ -165,7 +165,7 @@ labels! {
         "two records of one shard have the same sequence number: a writer's defect or a copied record";
     /// Two copies that ought to be equal.
     ORIGIN_CONTENT_DIFFERS = "origin-content-differs", Problem,
-        "two copies of a block have one origin id and different bytes: one of them is wrong";
+        "two copies of a block have the same origin id but different bytes: one copy is wrong";
     /// Two copies of one production.
     COPY_OF_ORIGIN = "copy-of-origin", Note,
         "two copies of a block from one put exist: an interrupted compaction left both";

@@ -65,8 +65,8 @@ pub fn advice(remedy: Remedy) -> Option<&'static str> {
             again when the server has stopped."
         }
         Remedy::TakeOut => {
-            "Use the directory that replaced this one; the content of this one can be \
-            deleted."
+            "Use the directory that replaced this directory; the content of this \
+            directory can be deleted."
         }
         Remedy::Access => {
             "Files could not be opened: run this command as the user that owns the store, or look at the log \
@@ -82,7 +82,7 @@ pub fn missing_directories(findings: &Findings) -> Option<String> {
     let one = findings.problems.iter().find(is_missing)?;
     let (wanted, given) =
         (one.expected.as_deref().unwrap_or("more"), one.found.as_deref().unwrap_or("fewer"));
-    Some(format!("the store has {wanted}, and only {given} was given: give all of them"))
+    Some(format!("the store has {wanted}, but only {given} was given: give all directories"))
 }
 
 #[cfg(test)]
@@ -114,6 +114,6 @@ mod tests {
         let missing = Finding::at(findings::DIRECTORY_MISSING, Place::default());
         found.take(missing.expected("2 directories").found(1));
         let said = missing_directories(&found).unwrap();
-        assert_eq!(said, "the store has 2 directories, and only 1 was given: give all of them");
+        assert_eq!(said, "the store has 2 directories, but only 1 was given: give all directories");
     }
 }

@@ -201,12 +201,12 @@ impl Report {
                 (0, false) => writeln!(out, "clean")?,
                 (0, true) => writeln!(
                     out,
-                    "clean, but payloads were not read: run it without --quick to \
-                    read them"
+                    "clean, but payloads were not read: run the check without \
+                    --quick to read the payloads"
                 )?,
                 (segments, _) => {
                     let payloads = if is_quick {
-                        "; payloads were not read: run it without --quick to read them"
+                        "; payloads were not read: run the check without --quick to read the payloads"
                     } else {
                         ""
                     };
@@ -309,7 +309,7 @@ mod tests {
             (findings::MEDIA_ERROR, "smartctl"),
             (findings::DIRECTORY_MISSING, "all directories"),
             (findings::DIRECTORY_BEHIND, "Start the server"),
-            (findings::DIRECTORY_REPLACED, "replaced this one"),
+            (findings::DIRECTORY_REPLACED, "replaced this directory"),
             (findings::FILE_UNREADABLE, "as the user"),
             (findings::SUPERBLOCK_SLOT_NEWER, "newer kvarts"),
         ] {
@@ -325,7 +325,9 @@ mod tests {
         assert!(!live.contains("nothing to do"), "an unchecked segment counts as sound: {live}");
         let quick = Report::new(&Checked::default(), Level::Quick, (0, 0.0)).text();
         assert!(
-            quick.ends_with("clean, but payloads were not read: run it without --quick to read them\n"),
+            quick.ends_with(
+                "clean, but payloads were not read: run the check without --quick to read the payloads\n"
+            ),
             "{quick}"
         );
         assert!(text(&[]).ends_with("\nclean\n"), "{}", text(&[]));

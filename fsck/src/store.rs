@@ -328,7 +328,7 @@ fn agreed(seen: &[(&Arc<dyn Disk>, Seen, Top)]) -> Result<Option<Keyring>, Canno
         if let Some((known, first)) = &keyring {
             if *known != own {
                 return Err(CannotRun::Mixed(format!(
-                    "{} belongs to store {}, and {first} to store {}",
+                    "{} belongs to store {}, but {first} belongs to store {}",
                     disk.name(),
                     own.store,
                     known.store
@@ -343,7 +343,7 @@ fn agreed(seen: &[(&Arc<dyn Disk>, Seen, Top)]) -> Result<Option<Keyring>, Canno
         if let Some(first) = numbers.insert(state.directory, disk.name()) {
             let here = disk.name();
             return Err(CannotRun::Mixed(format!(
-                "{here} is the same directory as {first}, or a copy of it"
+                "{here} is the same directory as {first}, or a copy of that directory"
             )));
         }
     }

@@ -87,7 +87,7 @@ pub struct Decision {
 
 impl fmt::Display for Decision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the path of layers to the device is {}: {}", self.mode.name(), self.reason)
+        write!(f, "the path of layers to the device is {} ({})", self.mode.name(), self.reason)
     }
 }
 
@@ -133,7 +133,7 @@ pub fn decide(found: &Found, wish: Wish) -> Result<Decision, String> {
                 .to_owned(),
         ),
         Wish::Only(mode) => {
-            Err(format!("reads in the mode {} cannot be used: {why}: use auto or staging", mode.name()))
+            Err(format!("reads in the mode {} cannot be used ({why}): use auto or staging", mode.name()))
         }
     }
 }
@@ -146,7 +146,7 @@ fn cannot_digest(why: &str) -> String {
 /// The same of a way that was asked for by name.
 fn unverified(why: &str) -> String {
     format!(
-        "requested; {}: requests that verify every chunk are read through host memory",
+        "requested; {}; requests that verify every chunk are read through host memory",
         cannot_digest(why)
     )
 }

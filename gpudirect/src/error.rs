@@ -70,8 +70,8 @@ impl fmt::Display for DeviceError {
             Self::Absent(why) => write!(f, "no CUDA device: {why}"),
             Self::Lost(why) => write!(
                 f,
-                "the connection to the device is lost: {why}: restart the process \
-                that uses it"
+                "the connection to the device is lost ({why}): restart the process \
+                that uses the device"
             ),
             Self::Stuck { millis } => write!(
                 f,
@@ -181,14 +181,14 @@ impl fmt::Display for LandError {
             Self::ArenaFull { wanted, free } => {
                 write!(
                     f,
-                    "the host memory for layers has only {free} bytes free in one piece, and {wanted} \
+                    "the host memory for layers has only {free} bytes free in one piece, but {wanted} \
                     are needed: retry soon"
                 )
             }
             Self::ArenaTooSmall { wanted, total } => {
                 write!(
                     f,
-                    "the host memory for layers has {total} bytes, and {wanted} are needed: make it larger, \
+                    "the host memory for layers has {total} bytes, but {wanted} are needed: make the memory larger, \
                     or read fewer blocks"
                 )
             }

@@ -78,7 +78,7 @@ impl Move {
             let blocks: u64 = stretches.iter().map(|stretch| u64::from(stretch.count)).sum();
             if blocks != u64::from(pages.blocks()) {
                 return Err(LandError::Request(format!(
-                    "{blocks} blocks were given, and the pages are for {} \
+                    "{blocks} blocks were given, but the pages are for {} \
                     blocks",
                     pages.blocks()
                 )));
@@ -87,7 +87,7 @@ impl Move {
             for (part, chunk) in (0..own).flat_map(|layer| pages.parts_of(layer)) {
                 if chunk > segment {
                     return Err(LandError::Request(format!(
-                        "a chunk has {chunk} bytes, and the ring copies at most {segment} bytes at a time: \
+                        "a chunk has {chunk} bytes, but the ring copies at most {segment} bytes at a time: \
                         use a larger ring"
                     )));
                 }
@@ -184,7 +184,7 @@ impl Lander {
         let layers = what.layers(&*self.0.device, lane.segment_bytes())?;
         if !what.columns.iter().all(|column| column.pages.is_whole()) {
             return Err(LandError::Request(
-                "the pages lack bytes of a block: a save needs all of them".to_owned(),
+                "the pages lack bytes of a block: a save needs all bytes of its blocks".to_owned(),
             ));
         }
         let pool = whole(&what.pool)?;

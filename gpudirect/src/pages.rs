@@ -56,7 +56,7 @@ impl Pages {
             shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
         if chunks.len() != parts.len() {
             return Err(wrong(format!(
-                "{} parts were given, and a block has {} parts",
+                "{} parts were given, but a block has {} parts",
                 parts.len(),
                 chunks.len()
             )));
@@ -104,7 +104,7 @@ impl Pages {
         }
         let rows = parts.iter().fold(0u64, |rows, part| rows.saturating_add(part.rows.row_count()));
         if rows > ROWS_MAX {
-            return Err(wrong(format!("a slot has {rows} rows, and the limit is {ROWS_MAX}")));
+            return Err(wrong(format!("a slot has {rows} rows, but the limit is {ROWS_MAX}")));
         }
         apart(&memories, &parts, largest)?;
         let is_whole = parts.iter().all(|part| is_whole(&part.rows));
@@ -346,7 +346,7 @@ mod tests {
         );
         let many = Rows { count: u32::MAX, ring: 0, pool: 0 };
         let endless = SlotShape { outer: many, inner: many, row_bytes: 1, ..whole(0, 128) };
-        refused(640, [endless, endless], &slots, "rows, and the limit");
+        refused(640, [endless, endless], &slots, "rows, but the limit");
         refused(
             640,
             [SlotShape { outer: Rows { count: 0, ..Rows::ONE }, ..whole(0, 128) }, whole(64, 128)],

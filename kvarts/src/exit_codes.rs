@@ -2,6 +2,6 @@
 
 /// What the end of the program says; part of the help.
 pub(crate) const EXIT_CODES: &str = "\
-Exit codes: 0 success; 1 problems were found, or not all blocks that were asked for are there; 2 the command failed, or its \
+Exit codes: 0 success; 1 problems were found, or requested blocks are missing; 2 the command failed, or its \
 output could not be written: one line on standard error gives the reason (with --json also an object with \"error\" on standard \
 output); 141 the reader of the output closed it before its end.";

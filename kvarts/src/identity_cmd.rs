@@ -146,7 +146,7 @@ fn template(arguments: &IdentityArgs, known: &Known) -> Result<String, Failure> 
         format!("{name} = {value:?}{comment}\n")
     };
     let mut text = format!(
-        "# An identity: everything that decides the bytes of a block, beside its tokens.\n\
+        "# An identity: everything that determines the bytes of a block, apart from its tokens.\n\
          # Blocks are found again only under an identity that is equal in every field.\n\
          # Use it with: {} --identity THIS-FILE\n\n",
         known.given
@@ -166,6 +166,6 @@ fn template(arguments: &IdentityArgs, known: &Known) -> Result<String, Failure> 
     text += "\n# [quantisation]     # of the cache, if it is quantised\n\
              # recipe = \"none\"\n\
              # scales = \"none\"\n\n\
-             # [extras]           # anything else that decides bytes, by a name of yours\n";
+             # [extras]           # anything else that determines the bytes, under names of your choice\n";
     Ok(text)
 }

@@ -31,8 +31,8 @@ pub(crate) fn run(command: &str, handed: &HandedOver) -> Result<(), Failure> {
         return Err(Failure::Refused(Refusal::new(
             "no_lab",
             format!("`kvarts {command}` needs the program {PROGRAM}, which was not found{place} in PATH"),
-            "in a checkout `cargo build --release -p kvarts-bench` builds it, `cargo install --path bench` \
-            installs it",
+            "in a checkout `cargo build --release -p kvarts-bench` builds the program, `cargo install --path \
+            bench` installs it",
         )));
     };
     match become_program(&program, command, handed) {

@@ -180,7 +180,7 @@ fn load(file: &Path) -> Result<ModelSpec, Failure> {
         let shown = file.display();
         match text.trim_start().starts_with('{') {
             true => Failure::User(format!(
-                "{shown} is JSON, and a model spec must be TOML: `kvarts model import {shown} --out \
+                "{shown} is JSON, but a model spec must be TOML: `kvarts model import {shown} --out \
                 SPEC.toml` makes a spec from a Hugging Face configuration"
             )),
             false => Failure::User(format!("{shown}: {error}")),

@@ -37,7 +37,7 @@ pub(crate) fn tell((command, task): (&str, Task), store: &Store, options: &Optio
     }
     let (wanted, free) = (bytes(need.temporary), bytes(free));
     Err(Failure::User(format!(
-        "{command} needs up to {wanted} for temporary files, and {folder} has only {free} free: set TMPDIR \
+        "{command} needs up to {wanted} for temporary files, but {folder} has only {free} free: set TMPDIR \
         to a folder with more space"
     )))
 }

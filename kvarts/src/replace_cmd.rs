@@ -58,7 +58,7 @@ pub(crate) fn run(arguments: &ReplaceArgs, out: &mut dyn Write) -> Result<(), Fa
         return Ok(());
     }
     for directory in &arguments.empty {
-        writeln!(out, "{} is part of the store now, and empty", directory.display())?;
+        writeln!(out, "{} is now part of the store and contains no blocks", directory.display())?;
     }
     writeln!(out, "{} blocks of the other directories remain", grouped(blocks))?;
     Ok(())

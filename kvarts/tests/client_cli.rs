@@ -132,7 +132,7 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
     let (code, report) = ground.json(&["put", "blocks"], &TOKENS);
     assert_eq!((code, &report["stored"], &report["path"]), (0, &Value::from(10), &Value::from("local")));
     let (code, out, _) = ground.of(&["put", "blocks", "--relaxed"], &TOKENS);
-    assert_eq!((code, out.as_str()), (0, "0 blocks stored, 10 were there already, 0 not stored\n"));
+    assert_eq!((code, out.as_str()), (0, "0 blocks stored, 10 were stored before, 0 not stored\n"));
     let (code, out, _) = ground.of(&["match"], &TOKENS);
     assert_eq!((code, out.as_str()), (0, "10 of 10 blocks (160 tokens) can be restored\n"));
     let (code, report) = ground.json(&["get", "--to", "back"], &TOKENS);

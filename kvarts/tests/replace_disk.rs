@@ -117,7 +117,7 @@ fn a_server_goes_on_without_a_dead_disk_and_an_empty_one_takes_its_place() {
     let consoles = consoles();
     let [_, replaced] = &consoles[..] else { panic!("{consoles:?}") };
     let said = disks.all(replaced);
-    assert!(said.contains("is part of the store now"), "{said}");
+    assert!(said.contains("is now part of the store"), "{said}");
     assert!(said.contains("clean") && !said.contains("NOT clean"), "{said}");
     disks.0.start_again(&Disks::SERVE);
     assert_eq!(disks.blocks(), left);

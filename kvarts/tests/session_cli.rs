@@ -35,7 +35,7 @@ fn sessions_are_listed_until_they_end() {
     let server = Server::start(Scratch::new("sessions"), &["--index-memory", "64M"]);
     server.store_pages();
     let list = || server.kvarts(&["session", "list"]);
-    assert_eq!(list(), (0, "there are no sessions\n".to_owned(), String::new()));
+    assert_eq!(list(), (0, "no sessions exist\n".to_owned(), String::new()));
     let (one, fork) = two_sessions(&server);
     let (code, out, error) = server.kvarts(&["session", "list", "--json"]);
     assert_eq!(code, 0, "{error}");
@@ -62,7 +62,7 @@ fn sessions_are_listed_until_they_end() {
     fork.close().unwrap();
     assert!(!list().1.contains(&standing));
     one.close().unwrap();
-    assert_eq!(list().1, "there are no sessions\n");
+    assert_eq!(list().1, "no sessions exist\n");
 }
 
 #[test]

@@ -234,7 +234,7 @@ fn modelled(spec: &str, block_tokens: u32, ranks: u16) -> Result<(Geometry, Requ
             wrong_at(
                 "spec",
                 format!(
-                    "the text is not the name of a shipped model, and not a valid spec: \
+                    "the text is neither the name of a shipped model nor a valid spec: \
                 {error}"
                 ),
             )

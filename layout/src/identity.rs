@@ -241,12 +241,15 @@ impl fmt::Display for IdentityError {
                 the program that wrote it"
             ),
             Self::Truncated { field } => {
-                write!(f, "identity: the bytes end inside {field}: copy them again")
+                write!(f, "identity: the bytes end inside {field}: copy the identity again")
             }
             Self::Width { field } => write!(f, "identity: {field} has the wrong size: encode it again"),
             Self::Utf8 { field } => write!(f, "identity: {field} is not UTF-8: encode it again"),
-            Self::ExtrasOrder => write!(f, "identity: extras are repeated or not sorted: sort them by name"),
-            Self::Trailing => write!(f, "identity: bytes follow the last field: remove them"),
+            Self::ExtrasOrder => write!(
+                f,
+                "identity: extras are repeated or not sorted: sort the extras by name, and give each name once"
+            ),
+            Self::Trailing => write!(f, "identity: bytes follow the last field: remove these bytes"),
             Self::File { line: 0, message } => write!(f, "identity: {message}"),
             Self::File { line, message } => write!(f, "identity: line {line}: {message}"),
             Self::Incomplete { fields } => {

@@ -232,7 +232,7 @@ impl fmt::Display for ForeignKeyError {
             Self::Empty => write!(f, "the foreign key is empty: use the engine's block hash"),
             Self::TooLong { bytes } => write!(
                 f,
-                "the foreign key has {bytes} bytes, and the limit is {MAX_FOREIGN_KEY_BYTES}: hash it to 32 \
+                "the foreign key has {bytes} bytes, but the limit is {MAX_FOREIGN_KEY_BYTES}: hash it to 32 \
                 bytes first"
             ),
             Self::NoGroup { bytes } => write!(

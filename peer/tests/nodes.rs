@@ -172,7 +172,7 @@ async fn nodes_with_other_lists_of_one_epoch_say_so_and_tell_each_other_nothing(
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         };
-        assert!(trouble.contains("members in epoch 1"), "{trouble}");
+        assert!(trouble.contains("members for epoch 1"), "{trouble}");
     }
     assert!(nodes[1].status().entries == 0);
 }

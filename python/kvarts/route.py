@@ -60,7 +60,7 @@ class Proxy:
         self._open.add(task)
         try:
             if len(self._open) > self.settings.connections:
-                raise http.Refused(503, "the limit of connections of the proxy is reached", "overloaded_error")
+                raise http.Refused(503, "the proxy has reached its limit of connections", "overloaded_error")
             request = await http.read_head(reader)
             if request is not None:
                 await self._with_body(request, reader, writer)

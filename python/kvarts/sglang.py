@@ -340,7 +340,7 @@ class Kvarts(HiCacheStorage):
             staging.held_by = pool.pages.submit_get(names, staging.addresses[: len(names)], timeout=self._timeout)
             done = self._answer(pool, staging, deadline - time.monotonic())
             if done is None:
-                self._link.failed(kvarts.Deadline("the server stands still"))
+                self._link.failed(kvarts.Deadline("the server does not respond"))
             return done
         except kvarts.Error as error:
             self._link.failed(error)

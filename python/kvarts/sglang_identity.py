@@ -35,7 +35,7 @@ def settings():
     for name, absent in _SETTINGS.items():
         value = getattr(model, name, _LACKS)
         if value is _LACKS and absent is None and name in ("dtype", "quantization", "kv_cache_dtype"):
-            raise ValueError(f"{name}: the setting is missing in SGLang's settings, and the bytes of blocks depend on it")
+            raise ValueError(f"{name}: the setting is missing in SGLang's settings, but the bytes of blocks depend on its value")
         found[name] = told(absent if value is _LACKS else value) or "none"
     _expect_one_rope(model, path)
     return path, getattr(model, "revision", None), found

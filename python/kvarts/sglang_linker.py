@@ -272,7 +272,7 @@ class KvartsLinker(UnifiedCacheLinker):
                 stagings += found.stagings
             if move is None:
                 # SGLang asked for less than it loads, or long ago. It gives this batch up by itself.
-                logger.error("kvarts: a load of %s was started, and no block is staged for it", rid)
+                logger.error("kvarts: a load of %s was started, but no block is staged for it", rid)
                 is_whole = False
                 continue
             landings.append(self._dock.land(0, *move))

@@ -188,7 +188,7 @@ class Pools:
         except ValueError as error:
             raise ValueError(f"pool {entry.name}: {error}") from None
         if rows.nbytes != nbytes:
-            raise ValueError(f"pool {entry.name}: a page has {rows.nbytes} bytes, and {nbytes} according to SGLang")
+            raise ValueError(f"pool {entry.name}: a page has {rows.nbytes} bytes, but {nbytes} according to SGLang")
         return Page(self._numbers[storage.data_ptr()], buffer.storage_offset() * size, buffer.stride(0) * size * span, rows)
 
     def naming(self, draft):

@@ -39,7 +39,7 @@ def _kind_of(number, group):
     specs = list(layers.values()) or list(inner.values()) or [spec]
     windows = {_window_of(one) for one in specs}
     if len(windows) != 1:
-        raise ValueError(f"kv_cache_groups: group {number} has layers of several kinds, which is not supported here; kvarts.vllm supports this model")
+        raise ValueError(f"kv_cache_groups: group {number} has layers of several kinds, which is not supported by kvarts.vllm_layers; kvarts.vllm supports this model")
     is_state = isinstance(specs[0], kinds.MambaSpec)
     return Kind(number, windows.pop(), is_state, spec.block_size, specs, layers)
 
@@ -100,7 +100,7 @@ class Plan:
         # Ranks that have the same bytes follow each other.
         alike = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
         if self.states and alike > 1:
-            raise ValueError("kv_tp_replicas: ranks that share heads have their own states, which is not supported here; kvarts.vllm supports this model")
+            raise ValueError("kv_tp_replicas: ranks that share heads have their own states, which is not supported by kvarts.vllm_layers; kvarts.vllm supports this model")
         #: Whether a draft model has layers beside the model's: in some passes it does not run.
         self.drafts = vllm_config.speculative_config is not None
         #: The last block of a draft's cache depends on the token behind it: so many blocks at the end are not promised.
@@ -232,7 +232,7 @@ class Plan:
         nbytes, spec = sum(page.rows.nbytes for page in parts), kind.layers[name]
         told = spec.state_content_size_bytes if kind.is_state else spec.unpadded_page_size_bytes
         if nbytes != told:
-            raise ValueError(f"kv_cache_layout: a page of {name} has {nbytes} bytes, and {told} according to its specification")
+            raise ValueError(f"kv_cache_layout: a page of {name} has {nbytes} bytes, but {told} according to its specification")
 
     @staticmethod
     def _expect_all(caches, order):

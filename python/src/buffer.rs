@@ -113,7 +113,7 @@ pub(crate) fn given(argument: &str, object: &Bound<'_, PyAny>, writable: bool) -
         }
     };
     if writable && readonly {
-        return Err(invalid(py, argument, "the buffer is read-only, and a read needs a writable one"));
+        return Err(invalid(py, argument, "the buffer is read-only, but a read needs a writable buffer"));
     }
     Ok(given)
 }

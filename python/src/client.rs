@@ -251,7 +251,7 @@ impl Client {
                     return Err(invalid(
                         py,
                         "nbytes",
-                        format!("{len} bytes were given, and the buffer has {}", given.len),
+                        format!("{len} bytes were given, but the buffer has {}", given.len),
                     ));
                 }
                 (given.address, len, Some(given.held), Some(buffer.clone().unbind()))

@@ -53,7 +53,7 @@ fn made(py: Python<'_>, kind: Kind, reason: &str, text: &str) -> PyErr {
 pub(crate) fn exception(py: Python<'_>, reason: &Reason) -> PyErr {
     if *reason == CLOSED {
         // To the server's side it is one that is busy; here no later call can succeed.
-        return made(py, Kind::Invalid, "Closed", "the handle is closed: make another one");
+        return made(py, Kind::Invalid, "Closed", "the handle is closed: create another handle");
     }
     made(py, reason.kind(), &name(reason), &reason.to_string())
 }

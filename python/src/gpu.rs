@@ -171,7 +171,7 @@ impl Lander {
         let chunks: Vec<u64> =
             shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
         if chunks.len() != parts.len() {
-            let said = format!("{}, and a block has {} parts", parts.len(), chunks.len());
+            let said = format!("{}, but a block has {} parts", parts.len(), chunks.len());
             return Err(invalid(py, "parts", said));
         }
         let part =

@@ -97,7 +97,7 @@ impl Memory {
             crate::error::invalid(
                 py,
                 "view",
-                "this memory was given as an address: read its bytes through the object that owns them",
+                "this memory was given as an address: read its bytes through the object that owns the memory",
             )
         })?;
         let view = PyMemoryView::from(owner.bind(py))?;

@@ -222,7 +222,7 @@ fn slots(
         return Err(invalid(
             py,
             "parts",
-            format!("{} parts were given, and a block has {} parts", parts.len(), sizes.len()),
+            format!("{} parts were given, but a block has {} parts", parts.len(), sizes.len()),
         ));
     }
     let last = u64::from(slots.iter().copied().max().unwrap_or(0));

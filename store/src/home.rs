@@ -479,7 +479,7 @@ fn shortage(files: u64, descriptors: u64) -> Option<String> {
     let wanted = files.saturating_add(DESCRIPTORS_KEPT);
     (wanted > descriptors).then(|| {
         format!(
-            "the limit on open files is too low: a full store of this budget may need {wanted} files, and \
+            "the limit on open files is too low: a full store of this budget may need {wanted} files, but \
             this process may have {descriptors}. Raise the limit (ulimit -n, LimitNOFILE), or create the \
             store with larger segments; until then segments are emptied earlier"
         )
@@ -623,7 +623,7 @@ mod tests {
         home.close().unwrap();
         std::fs::create_dir(&second).unwrap();
         let home = Home::open(&options).unwrap();
-        assert!(out(&home).contains("is empty, and other directories have a store"), "{}", out(&home));
+        assert!(out(&home).contains("is empty, but other directories have a store"), "{}", out(&home));
         home.close().unwrap();
         std::fs::remove_dir_all(&second).unwrap();
         std::fs::rename(&other, &second).unwrap();

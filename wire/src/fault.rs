@@ -68,7 +68,7 @@ impl Fault {
 
     /// Bytes that were damaged on their way here.
     pub fn damaged(offset: u64, expected: u32, found: u32) -> Self {
-        let text = format!("bytes at {offset} were damaged in transit: send them again");
+        let text = format!("bytes at {offset} were damaged in transit: send the bytes again");
         let fault =
             Self::new(Code::InvalidArgument, proto::Kind::Invalid, proto::Reason::DamagedOnTheWay, text);
         let detail = proto::Error { expected: expected.into(), found: found.into(), offset, ..*fault.detail };

@@ -63,7 +63,7 @@ pub fn times(wire: Option<&proto::PrefillTimes>) -> Outcome<Times> {
     if wire.samples.len() > PLAN_SAMPLES_MAX {
         let count = wire.samples.len();
         return Err(Fault::malformed(format!(
-            "times: {count} samples were given, and the limit is \
+            "times: {count} samples were given, but the limit is \
             {PLAN_SAMPLES_MAX}"
         )));
     }
@@ -131,7 +131,7 @@ pub fn terms<'a>(
     if wire.hbm_boundaries.len() > HELD_BOUNDARIES_MAX {
         let count = wire.hbm_boundaries.len();
         return Err(Fault::malformed(format!(
-            "hbm_boundaries: {count} were given, and the limit is \
+            "hbm_boundaries: {count} were given, but the limit is \
             {HELD_BOUNDARIES_MAX}"
         )));
     }
@@ -474,7 +474,7 @@ mod tests {
         let newer = proto::PlanRequest { overlap: 9, ..older.clone() };
         assert_eq!(refused(newer), "overlap: the value 9 is not known to this server");
         let many = proto::PlanRequest { hbm_boundaries: vec![1; 1025], ..older };
-        assert_eq!(refused(many), "hbm_boundaries: 1025 were given, and the limit is 1024");
+        assert_eq!(refused(many), "hbm_boundaries: 1025 were given, but the limit is 1024");
     }
 
     #[test]

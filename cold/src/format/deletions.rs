@@ -223,13 +223,15 @@ impl Deletions {
                 return Err(FormatError::Rule("the deletes must be sorted, and each must have a key"));
             }
             left = left.checked_sub(count).ok_or(FormatError::Rule(
-                "the number of deleted keys does not \
-                match",
+                "the number of deleted keys differs \
+                from the number given in the head of the manifest",
             ))?;
             all.push((delete, count));
         }
         if left != 0 {
-            return Err(FormatError::Rule("the number of deleted keys does not match"));
+            return Err(FormatError::Rule(
+                "the number of deleted keys differs from the number given in the head of the manifest",
+            ));
         }
         for (delete, count) in all {
             let mut before = None;

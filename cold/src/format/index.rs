@@ -216,7 +216,7 @@ fn index(
     }
     let most = if totals.blocks == 1 { BLOCK_MAX } else { PACK_PAYLOAD_MAX };
     if totals.blocks == 0 || totals.payload_bytes > most {
-        return Err(FormatError::Rule("the number of blocks of a pack is out of its limits"));
+        return Err(FormatError::Rule("the number of blocks of a pack is outside its limits"));
     }
     if bytes > INDEX_BYTES_MAX {
         return Err(FormatError::Rule("the index is larger than its limit"));

@@ -87,7 +87,7 @@ impl PackEntry {
             && self.index_bytes as usize <= INDEX_BYTES_MAX
             && (1..=most).contains(&self.payload_bytes);
         if !holds {
-            return Err(FormatError::Rule("the entry of a pack is out of its limits"));
+            return Err(FormatError::Rule("the entry of a pack is outside its limits"));
         }
         let ascends = self.filter.is_sorted_by(|a, b| a < b);
         if ascends && !self.filter.is_empty() && self.filter.len() <= self.blocks as usize {
@@ -293,8 +293,8 @@ impl Manifest {
             let (index_bytes, runs, blocks) = (taker.u32()?, taker.u32()?, taker.u32()?);
             let count = taker.count()?;
             left = left.checked_sub(count).ok_or(FormatError::Rule(
-                "the number of fingerprints does not \
-                match",
+                "the number of fingerprints differs \
+                from the number given in the head of the manifest",
             ))?;
             ascends(self.packs.last_key_value().is_none_or(|(before, _)| *before < id))?;
             filters.push((id, count));
@@ -303,7 +303,9 @@ impl Manifest {
             self.packs.insert(id, entry);
         }
         if left != 0 {
-            return Err(FormatError::Rule("the number of fingerprints does not match"));
+            return Err(FormatError::Rule(
+                "the number of fingerprints differs from the number given in the head of the manifest",
+            ));
         }
         for _ in 0..condemned {
             let id = PackId(taker.array()?);

@@ -113,7 +113,7 @@ impl PackBuilder {
         self.blocks = self.blocks.saturating_add(run.blocks.len() as u64);
         let most = if self.blocks == 1 { BLOCK_MAX } else { PACK_PAYLOAD_MAX };
         if self.payload_bytes > most || self.index.len() + END_BYTES > INDEX_BYTES_MAX {
-            return Err(FormatError::Rule("the number of blocks of a pack is out of its limits"));
+            return Err(FormatError::Rule("the number of blocks of a pack is outside its limits"));
         }
         self.body.push(Bytes::from(frame));
         self.body.push(payload);
@@ -128,7 +128,7 @@ impl PackBuilder {
     /// The pack, if there is a block in it.
     pub fn finish(mut self, added_ms: u64) -> Result<Pack, FormatError> {
         if self.blocks == 0 {
-            return Err(FormatError::Rule("the number of blocks of a pack is out of its limits"));
+            return Err(FormatError::Rule("the number of blocks of a pack is outside its limits"));
         }
         let end = self.writing.end()?;
         self.index.extend_from_slice(&end);

@@ -170,7 +170,7 @@ fn whole_files_that_are_no_pack_are_refused() {
     assert_eq!(whole.unwrap().totals().blocks, 2);
     let error = |parts: &dyn Fn(&mut Writing) -> Vec<Vec<u8>>| index_of(parts).map(|_| ()).unwrap_err();
     let empty = error(&|writing| define(writing, "r1"));
-    assert_eq!(empty, FormatError::Rule("the number of blocks of a pack is out of its limits"));
+    assert_eq!(empty, FormatError::Rule("the number of blocks of a pack is outside its limits"));
     assert_eq!(error(&|_| vec![]), FormatError::Rule("the blocks of a pack must have one namespace"));
     let two = error(&|writing| {
         let mut frames = define(writing, "r1");

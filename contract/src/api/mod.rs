@@ -167,7 +167,7 @@ pub trait KvStore: Send + Sync {
     fn tiles(&self, request: TiledRequest) -> Result<Box<dyn TileSource>, Error> {
         let _ = request;
         let why = "tiled reads are supported only by a store in this process: stage the blocks in a pool, and copy \
-            them from there";
+            the blocks from the pool";
         Err(Reason::Shape(ShapeCause::Rule(why)).into())
     }
 }

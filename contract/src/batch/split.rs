@@ -63,7 +63,9 @@ impl Split {
                 let first = whole.get(repeat.first as usize).cloned();
                 whole.push(match kind {
                     BatchKind::Get => Err(Reason::Duplicate(repeat.key)),
-                    _ => first.unwrap_or(Err(Reason::Bug("a key that stands again before it stood"))),
+                    _ => {
+                        first.unwrap_or(Err(Reason::Bug("a repeated key comes before its first occurrence")))
+                    }
                 });
             } else if let Some(result) = results.next() {
                 whole.push(result);

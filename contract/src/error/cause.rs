@@ -101,12 +101,12 @@ wraps!(ShapeCause as Shape: Spec(SpecError), Canonical(CanonicalError), Record(R
 fn shape_words(fault: &ShapeCause, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     match fault {
         ShapeCause::Layers { end, count } => {
-            write!(f, "the request has layers up to {end}, and the group has only {count}")
+            write!(f, "the request has layers up to {end}, but the group has only {count}")
         }
         ShapeCause::BlockTokens { asked, stored } => {
             write!(
                 f,
-                "the request is for blocks of {asked} tokens, and the stored blocks have {stored} tokens"
+                "the request is for blocks of {asked} tokens, but the stored blocks have {stored} tokens"
             )
         }
         ShapeCause::Unfinished { offered, count } => {
@@ -191,7 +191,7 @@ impl fmt::Display for SpaceCause {
                 exact_units(*limit)
             ),
             Self::Disk => f.write_str(
-                "the file system of the store is full, and the budget is not: free space, or lower --budget below the size of \
+                "the file system of the store is full, but the budget is not: free space, or lower --budget below the size of \
                  the file system",
             ),
             Self::Index { limit } => write!(
@@ -206,7 +206,7 @@ impl fmt::Display for SpaceCause {
                  evictions: raise the limit (`ulimit -n`, LimitNOFILE), or {END_PINS}"
             ),
             Self::Remote(cause) if cause.is_empty() => {
-                f.write_str("the cause is the limit given with an earlier block of this answer")
+                f.write_str("the limit is reached that this answer reports for an earlier block")
             }
             Self::Remote(cause) => f.write_str(cause),
         }
@@ -233,7 +233,7 @@ impl fmt::Display for LatchCause {
             Self::Executor(executor) => {
                 write!(
                     f,
-                    "executor {executor} ended with a panic, and the blocks of its shards cannot be read"
+                    "executor {executor} ended with a panic, so the blocks of its shards cannot be read"
                 )
             }
             Self::TakenAway(directory) => {
@@ -402,7 +402,7 @@ impl fmt::Display for DirectoryCause {
             Self::Unusable(what) => f.write_str(what),
             Self::NotEmpty(at, name) => write!(
                 f,
-                "directory {at} is not empty (it has {name}) and has no store: use an empty directory, or, if this was a store, \
+                "directory {at} is not empty (it contains {name}) but has no store: use an empty directory, or, if this was a store, \
                  run kvarts fsck --repair"
             ),
             Self::UnfinishedCopy(at) => write!(
@@ -412,7 +412,7 @@ impl fmt::Display for DirectoryCause {
             ),
             Self::LostSuperblock(at, name) => write!(
                 f,
-                "directory {at} has no superblock any more ({name} exists, and the superblock is empty): run kvarts fsck \
+                "directory {at} has no superblock any more ({name} exists, but the superblock is empty): run kvarts fsck \
                  --repair"
             ),
             Self::LostShard(at, shard) => write!(
@@ -438,8 +438,8 @@ impl fmt::Display for DirectoryCause {
             Self::Extra(at) => {
                 write!(
                     f,
-                    "directory {at} is empty, and other directories have a store: mount the disk that belongs there; if that \
-                     disk is lost, `kvarts replace` puts this directory in its place"
+                    "directory {at} is empty, but other directories have a store: mount the missing disk; if the disk is lost, \
+                     `kvarts replace` puts this directory in its place"
                 )
             }
             Self::Silent(at) => write!(f, "the disk of directory {at} does not respond"),
@@ -457,12 +457,12 @@ impl fmt::Display for DirectoryCause {
             Self::Foreign { directory, store, first } => {
                 write!(
                     f,
-                    "directory {directory} belongs to store {store}, and the first directory to store {first}"
+                    "directory {directory} belongs to store {store}, but the first directory belongs to store {first}"
                 )
             }
             Self::Twice(at) => write!(f, "directory {at} was given twice, or is a copy of another one"),
             Self::Count { expected, given } => {
-                write!(f, "the store has {expected} directories, and {given} were given")
+                write!(f, "the store has {expected} directories, but {given} were given")
             }
         }
     }

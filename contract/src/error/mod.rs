@@ -213,15 +213,15 @@ impl fmt::Display for Reason {
             Self::NotHere(key) => write!(f, "block {key} is not stored here"),
             Self::InFlight => f.write_str("another put of this block is under way: retry"),
             Self::Busy(what) => write!(f, "{what}: retry"),
-            Self::Away(what) => write!(f, "no server answers at {what}: retry"),
+            Self::Away(what) => write!(f, "no server answers at {what}; retry"),
             Self::Deleted => f.write_str("the block was deleted during this put: retry the put"),
             Self::LeaseEnded => f.write_str("the lease has ended: look the blocks up again"),
             Self::EventGap => f.write_str("events are missing: start a new snapshot"),
-            Self::Passing(what) => write!(f, "temporary failure, not of the disk: {what}: retry"),
+            Self::Passing(what) => write!(f, "temporary failure, not of the disk ({what}): retry"),
             Self::NoSpace(cause) => write!(f, "no room: {cause}"),
             Self::PinCap { limit, wanted } => write!(
                 f,
-                "the pins of the tenant would hold {wanted} bytes, and the limit is {limit}: end pins (`kvarts pin --list` shows \
+                "the pins of the tenant would hold {wanted} bytes, but the limit is {limit}: end pins (`kvarts pin --list` shows \
                  them), or raise `pin` of the tenant"
             ),
             Self::Quota { limit, wanted } => write!(
@@ -246,7 +246,7 @@ impl fmt::Display for Reason {
                 write!(f, "block {key} has one position in the request and another one in its stored chain")
             }
             Self::Length { expected, found } => {
-                write!(f, "the memory has {found} bytes, and the blocks need {expected} bytes")
+                write!(f, "the memory has {found} bytes, but the blocks need {expected} bytes")
             }
             Self::Overlap => f.write_str("two destinations share bytes"),
             Self::OutOfBounds => f.write_str("a source or destination is outside the memory of the request"),
@@ -264,7 +264,7 @@ impl fmt::Display for Reason {
             Self::Latched(what) => {
                 write!(
                     f,
-                    "the store is read-only after a fault: {what}: remove the cause, then run `kvarts resume` or restart"
+                    "the store is read-only after a fault ({what}): remove the cause, then run `kvarts resume` or restart"
                 )
             }
             Self::Directory(what) => what.fmt(f),

@@ -207,7 +207,7 @@ fn take_line(content: &mut Content, line: &[u8]) -> Result<(), String> {
     if let Some(version) = number("kvarts_events") {
         if version != RECORD_VERSION {
             return Err(format!(
-                "the version is {version}, and this program reads only version \
+                "the version is {version}, but this program reads only version \
                 {RECORD_VERSION}"
             ));
         }

@@ -35,7 +35,7 @@ impl std::error::Error for DeepError {}
 
 fn failed(error: &io::Error) -> DeepError {
     DeepError(format!(
-        "a temporary file for the comparison of blocks failed: {error}: raise --memory-mib, or set TMPDIR"
+        "a temporary file for comparing blocks could not be written or read ({error}): raise --memory-mib, or set TMPDIR"
     ))
 }
 

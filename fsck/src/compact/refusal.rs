@@ -54,8 +54,8 @@ impl fmt::Display for Refusal {
             }
             Self::NoRoom(directory, free, needed) => write!(
                 f,
-                "{directory} has {free} bytes free, and {needed} are needed: free some, raise --room-mib, or \
-                use --to"
+                "{directory} has {free} bytes free, but {needed} are needed: free space on its disk, raise \
+                --room-mib, or use --to"
             ),
             Self::Cannot(what) => write!(f, "{what}"),
             Self::Io(error) => write!(f, "{error}"),

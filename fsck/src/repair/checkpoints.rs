@@ -120,7 +120,7 @@ fn rebuild(
             });
             if !matches!(seen, Slot::Whole(_)) {
                 return Err(io::Error::other(
-                    "the checkpoint was valid at first, and a second read of it \
+                    "the checkpoint was valid at first, but a second read of it \
                     failed: check the disk, then run the repair again",
                 ));
             }

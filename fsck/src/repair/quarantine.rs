@@ -104,7 +104,7 @@ pub(super) fn restore(sites: &[Site], store: &Store, moved: &[(u32, u32)], log: 
             let target = format!("{}/{}", shard_name(shard), segment_name(segment));
             let done = site.act(
                 log,
-                (&path, format!("belongs to {target}, which is absent: it is moved there")),
+                (&path, format!("is moved back to {target}, because no file has that name")),
                 |writer| {
                     writer.rename(&path, &target)?;
                     writer.sync_folder(&shard_name(shard))?;

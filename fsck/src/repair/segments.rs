@@ -220,8 +220,8 @@ impl Case<'_> {
         }
         writer.write_at(&path, at, before.bytes())?;
         writer.sync(&path)?;
-        let why = "the file system cannot punch single pages: the damaged blocks stay, and every read of \
-            them is a miss";
+        let why = "the file system cannot punch single pages, so the damaged blocks stay on disk and reads \
+            of these blocks are misses";
         Err(io::Error::other(why))
     }
 

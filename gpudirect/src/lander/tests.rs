@@ -294,7 +294,7 @@ fn what_cannot_be_is_refused_before_anything_is_enqueued() {
     refused(with(&|what| what.columns.clear()), "has no block");
     refused(
         with(&|what| what.columns[0].stretches[0].count = 3),
-        "5 blocks were given, and the pages are for 6 blocks",
+        "5 blocks were given, but the pages are for 6 blocks",
     );
     refused(with(&|what| what.columns[0].stretches[0].first = 2), "outside the pool");
     refused(with(&|what| what.columns[0].stretches[0].at = (1 << 20) - 4096), "outside the pool");

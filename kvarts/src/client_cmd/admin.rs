@@ -60,7 +60,7 @@ pub(crate) fn scrub(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fa
         }
         if found.blocks_passed_over > 0 {
             let passed = grouped(found.blocks_passed_over);
-            writeln!(out, "{passed} could not be checked now: run it again")?;
+            writeln!(out, "{passed} could not be checked now: run the command again")?;
         }
     }
     if found.blocks_damaged == 0 { Ok(()) } else { Err(Failure::Problems) }

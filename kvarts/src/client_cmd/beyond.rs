@@ -84,7 +84,11 @@ pub(super) fn show_cluster(cluster: &InCluster, out: &mut dyn Write) -> Result<(
         writeln!(out, "  {} with {}, and cannot be read: {trouble}", count(*unreadable), name(holder))?;
     }
     if cluster.unasked > 0 {
-        writeln!(out, "{} blocks: it is unknown whether other nodes have them", count(cluster.unasked))?;
+        writeln!(
+            out,
+            "{} blocks: it is unknown whether other nodes have these blocks",
+            count(cluster.unasked)
+        )?;
     }
     Ok(())
 }
@@ -144,7 +148,10 @@ mod tests {
             shown(&one),
             format!("  8 with n1:7400\n  2 with {nameless}, and cannot be read: connection refused\n")
         );
-        assert_eq!(shown(&cluster(4, 3, vec![])), "3 blocks: it is unknown whether other nodes have them\n");
+        assert_eq!(
+            shown(&cluster(4, 3, vec![])),
+            "3 blocks: it is unknown whether other nodes have these blocks\n"
+        );
         let own = Boundary { blocks: 4, ..Boundary::default() };
         assert_eq!(together(Some(&one), &own).blocks, 12);
         assert_eq!(

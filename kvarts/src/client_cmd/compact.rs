@@ -35,7 +35,7 @@ pub(crate) fn compact(server: &ServerArgs, out: &mut dyn Write) -> Result<(), Fa
 
 fn show(done: &proto::CompactReply, out: &mut dyn Write) -> Result<(), Failure> {
     if (done.segments_emptied, done.records_merged, done.blocks_moved) == (0, 0, 0) {
-        writeln!(out, "there was nothing to compact")?;
+        writeln!(out, "no segment needed compaction")?;
     } else {
         writeln!(
             out,

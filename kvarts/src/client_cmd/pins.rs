@@ -108,8 +108,8 @@ fn release(client: &Client, pin: u64, json: bool, out: &mut dyn Write) -> Result
 fn absent(pin: u64, pins: &[u64], more: bool) -> String {
     if pins.is_empty() {
         return format!(
-            "the pin {pin} does not exist, and the server has no other: it was released, or it \
-            expired"
+            "the pin {pin} does not exist, and the server has no other pins: a pin ends when it is released \
+            or expires"
         );
     }
     let digits = |pin: u64| pin.to_string().chars().collect::<Vec<char>>();

@@ -125,7 +125,7 @@ fn source(path: &Path, subject: &Subject) -> Result<File, Failure> {
     let what = if found > expected { "is longer than" } else { "ends before" };
     let has = if found > expected { "more".to_owned() } else { grouped(found) };
     Err(Failure::User(format!(
-        "{shown} {what} its {blocks} blocks of {each} bytes: {} bytes are needed, and it has {has}. No block \
+        "{shown} {what} its {blocks} blocks of {each} bytes: {} bytes are needed, but {shown} has {has}. No block \
         was stored: check --model, --tp and --rank, and the tokens or keys",
         grouped(expected)
     )))
@@ -194,7 +194,7 @@ fn report(
         print(out, &report)?;
     } else {
         let held = if elsewhere > 0 { format!("{elsewhere} held by another node, ") } else { String::new() };
-        writeln!(out, "{stored} blocks stored, {there} were there already, {held}{other} not stored")?;
+        writeln!(out, "{stored} blocks stored, {there} were stored before, {held}{other} not stored")?;
         let alike = alike(&refused);
         for (first, last, why) in alike.iter().take(SHOWN) {
             match first == last {

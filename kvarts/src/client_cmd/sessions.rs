@@ -46,7 +46,7 @@ pub(crate) fn session(arguments: &SessionArgs, out: &mut dyn Write) -> Result<()
         return print(out, &json!({ "sessions": sessions }));
     }
     if sessions.is_empty() {
-        return Ok(writeln!(out, "there are no sessions")?);
+        return Ok(writeln!(out, "no sessions exist")?);
     }
     let columns = [
         ("SESSION", Align::Left),

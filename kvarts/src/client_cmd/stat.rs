@@ -38,7 +38,7 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
             let (blocks, size) = (grouped(space.cut_off_blocks), bytes(space.cut_off_bytes));
             writeln!(
                 out,
-                "            {blocks} live blocks, {size}, are cut off: a block before them is not here"
+                "            {blocks} live blocks, {size}, are cut off: an earlier block of the prefix is missing"
             )?;
         }
     }
@@ -50,7 +50,7 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
     }
     if let Some(why) = &stats.latched {
         writeln!(out, "  writes    refused: {why}")?;
-        writeln!(out, "            `kvarts resume` accepts them again once the cause is removed")?;
+        writeln!(out, "            remove the cause, then run `kvarts resume` to accept writes again")?;
     }
     show_ownerless(&stats.ownerless, out)?;
     show_first_counts(&stats.counts, out)?;

@@ -305,7 +305,7 @@ fn identity(file: &Path, model: &ModelArgs, geometry: &Geometry) -> Result<Ident
         let given = given.map_or("--page-bytes".to_owned(), |name| format!("--model {name}"));
         return Err(Failure::User(format!(
             "the spec_fingerprint in {file} is {said}, but the fingerprint of {given} is {found}: correct \
-            one of them, or remove the field"
+            the file or the option, or remove the field"
         )));
     }
     // The server gives the salt.
@@ -320,7 +320,7 @@ fn agree(file: &Path, identity: &Identity, given: &Path, spec: &ModelSpec) -> Re
     let other = shipped::load(&name).filter(|other| other.geometry() != spec.geometry());
     let Some(other) = other else { return Ok(()) };
     Err(Failure::User(format!(
-        "the model in {} is {}, and the blocks of --model {} differ from its blocks: correct one of them",
+        "the model in {} is {}, but the blocks of --model {} differ from its blocks: correct the file or the option",
         file.display(),
         other.name(),
         given.display(),

@@ -104,7 +104,7 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     };
     writeln!(
         out,
-        "{} packs {stop}: {} expired, {} too old, {} beyond the bytes, {} left by pushes that did not end",
+        "{} packs {stop}: {} expired, {} too old, {} beyond the limit of bytes, {} left by unfinished pushes",
         grouped(report.expired + report.aged + report.over_budget + report.orphans),
         grouped(report.expired),
         grouped(report.aged),
@@ -118,7 +118,7 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
         bytes(report.deleted_bytes)
     )?;
     if report.partial > 0 {
-        writeln!(out, "{} files that writers left half-written {go}", grouped(report.partial))?;
+        writeln!(out, "{} files that writers left incomplete {go}", grouped(report.partial))?;
     }
     tell(&report.problems, out)
 }

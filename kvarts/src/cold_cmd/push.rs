@@ -223,7 +223,7 @@ fn push(bucket: &Bucket, from: PipeReader, listed: BTreeMap<NamespaceId, Point>)
 fn write_text(report: &Report, seen: Seen, out: &mut dyn Write) -> Result<(), Failure> {
     write!(
         out,
-        "{} blocks, {}, in {} packs; {} were there already",
+        "{} blocks, {}, in {} packs; {} were stored before",
         grouped(report.blocks),
         bytes(report.payload_bytes),
         grouped(report.packs),

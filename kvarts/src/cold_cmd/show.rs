@@ -11,7 +11,8 @@ use serde::Serialize;
 use super::{BucketArgs, Trouble, age, tell, verdict};
 use crate::offline::{shown, write_json};
 
-const NO_MANIFEST: &str = "has no manifest: its objects are unused, and kvarts cold gc collects them";
+const NO_MANIFEST: &str =
+    "has no manifest: its objects are unused, and kvarts cold gc collects these objects";
 
 /// The arguments of `cold ls`.
 #[derive(Args, Debug)]

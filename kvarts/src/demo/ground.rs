@@ -57,8 +57,8 @@ impl Ground {
         let geometry = spec.geometry().clone();
         let [only] = geometry.groups() else {
             let what = format!(
-                "the state of {model} has several groups, and the demonstration supports only \
-                models with one: use another --model"
+                "the state of {model} has several groups, but the demonstration supports only \
+                models with one group: use another --model"
             );
             return Err(Failure::User(what));
         };
@@ -94,7 +94,7 @@ impl Ground {
         if free < wanted {
             let (free, wanted) = (kvarts_server::human::bytes(free), kvarts_server::human::bytes(wanted));
             return Err(Failure::User(format!(
-                "{}: {free} are free, and {wanted} are needed: use --dir or fewer --tokens",
+                "{}: {free} are free, but {wanted} are needed: use --dir or fewer --tokens",
                 below.display()
             )));
         }

@@ -32,7 +32,7 @@ pub(super) fn look(directory: &Path, probe: u64) -> Vec<Finding> {
             return vec![Finding::bad(
                 format!("{name}: write"),
                 format!("a file cannot be created: {error}"),
-                "give an existing directory on a local file system where this user can write",
+                "give an existing directory on a local file system to which this user can write",
             )];
         }
     };

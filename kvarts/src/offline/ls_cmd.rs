@@ -70,7 +70,7 @@ pub(crate) fn run(arguments: &LsArgs, out: &mut dyn Write) -> Result<(), Failure
     let (store, contents) = place.read("ls", &Tally::default())?;
     let trees = trees(&contents, arguments.namespace, arguments.limit);
     if let (Some(namespace), true) = (arguments.namespace, trees.is_empty()) {
-        return Err(Failure::User(format!("no block of namespace {namespace} is stored here")));
+        return Err(Failure::User(format!("the store contains no block of namespace {namespace}")));
     }
     if arguments.server.json {
         let listing = Listing {
@@ -130,7 +130,7 @@ fn line(branch: &Branch, block_tokens: u32) -> String {
     let first = first.get(..16).unwrap_or_default();
     let from = match (branch.stem, branch.first_block) {
         (Stem::Unknown, _) => format!("pages without parents, the first {first}"),
-        (Stem::Absent, _) => format!("{first} (its parent is not here)"),
+        (Stem::Absent, _) => format!("{first} (its parent is not in this store)"),
         (_, Some(at)) => format!("{first} from token {}", u64::from(at).saturating_mul(block_tokens.into())),
         (_, None) => first.to_owned(),
     };

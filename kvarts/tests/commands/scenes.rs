@@ -101,7 +101,7 @@ const CLIENTS: &[Step] = &[
     step("kvarts identity --model llama-3.1-8b > ID.toml", &[]),
     // What is to be filled in is filled in.
     lay(BLOCKS),
-    step(PUT, &["4 blocks stored, 0 were there already, 0 not stored"]),
+    step(PUT, &["4 blocks stored, 0 were stored before, 0 not stored"]),
     step(
         "kvarts match --identity ID.toml --model llama-3.1-8b --tokens TOKENS",
         &["4 of 4 blocks (64 tokens) can be restored"],
@@ -120,7 +120,7 @@ const CLIENTS: &[Step] = &[
     step("kvarts pin | delete", &["4 of 4 blocks are held"])
         .standing_for("kvarts pin --identity ID.toml --model llama-3.1-8b --tokens TOKENS"),
     step("kvarts pin | delete", &["4"]).standing_for("kvarts pin --list"),
-    step("kvarts session list", &["there are no sessions"]),
+    step("kvarts session list", &["no sessions exist"]),
     step("kvarts pin | delete", &["4 "])
         .standing_for("kvarts delete --identity ID.toml --model llama-3.1-8b --tokens TOKENS --yes"),
     step("kvarts watch", &["EVENT"]).standing_for(

@@ -30,7 +30,13 @@ pub struct Nearest {
 
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} is {} there and {} here", self.field, quoted(&self.there), quoted(&self.asked))
+        write!(
+            f,
+            "{} is {} in the stored identity but {} in the given identity",
+            self.field,
+            quoted(&self.there),
+            quoted(&self.asked)
+        )
     }
 }
 

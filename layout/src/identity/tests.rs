@@ -299,11 +299,18 @@ fn a_typo_is_told_from_another_model_by_the_fields_that_differ() {
     assert_eq!(nearest(&asked, [&far, &asked].into_iter()), None);
     let near = nearest(&asked, [&far, &typo, &asked].into_iter()).unwrap();
     assert_eq!((near.at, near.differences.len()), (1, 1));
-    assert_eq!(near.to_string(), format!("revision is \"x\" there and {:?} here", asked.revision));
+    assert_eq!(
+        near.to_string(),
+        format!("revision is \"x\" in the stored identity but {:?} in the given identity", asked.revision)
+    );
     let salted = Identity { tenant_salt: TenantSalt(vec![9]), ..sample() };
     assert!(asked.differences(&salted).is_empty(), "a salt is a secret");
     let mut more = sample();
     more.extras.insert("zz".to_owned(), "\u{e9}".repeat(40));
     let near = nearest(&asked, [&more].into_iter()).unwrap().to_string();
-    assert!(near.starts_with("extras.zz is \"") && near.ends_with("... there and \"\" here"), "{near}");
+    assert!(
+        near.starts_with("extras.zz is \"")
+            && near.ends_with("... in the stored identity but \"\" in the given identity"),
+        "{near}"
+    );
 }

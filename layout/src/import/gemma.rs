@@ -5,10 +5,10 @@ use super::config::Config;
 use super::dense::{WINDOW, heads_part, replay, sliding_or_full, window_part, windowed, windows_of};
 use super::{Built, ImportError, ImportOptions};
 
-/// Gemma 2: `layer_types`, or every second layer is full, as the architecture has it.
+/// Gemma 2: `layer_types`, or every second layer is full, as the architecture defines.
 pub(super) fn gemma2(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let (order, note) =
-        periodic(config, (2, "Every second layer is full attention, as the architecture has it."))?;
+        periodic(config, (2, "Every second layer is full attention, as the architecture defines."))?;
     windowed(config, options, order, note)
 }
 
@@ -16,13 +16,13 @@ pub(super) fn gemma2(config: &Config<'_>, options: &ImportOptions) -> Result<Bui
 /// itself makes the period 6 if the file says neither.
 pub(super) fn gemma3(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let (order, note) =
-        periodic(config, (6, "Every sixth layer is full attention, as the architecture has it."))?;
+        periodic(config, (6, "Every sixth layer is full attention, as the architecture defines."))?;
     windowed(config, options, order, note)
 }
 
 /// Command R7B: the same with a period of 4. A window has the token itself beside the `sliding_window` before it.
 pub(super) fn cohere2(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
-    let layers = periodic(config, (4, "Every fourth layer is full attention, as the architecture has it."))?;
+    let layers = periodic(config, (4, "Every fourth layer is full attention, as the architecture defines."))?;
     let window = config.count("sliding_window", WINDOW)?.saturating_add(1);
     windows_of(config, options, layers, window)
 }
@@ -72,10 +72,10 @@ pub(super) fn gemma4(config: &Config<'_>, options: &ImportOptions) -> Result<Bui
     if let Some(kind) = readers.iter().find(|kind| !order.contains(kind)) {
         let reason = match *kind {
             "full" => {
-                "a full-attention layer reads the cache of an earlier layer, and no earlier layer has \
+                "a full-attention layer reads the cache of an earlier layer, but no earlier layer has \
                 one"
             }
-            _ => "a sliding-window layer reads the cache of an earlier layer, and no earlier layer has one",
+            _ => "a sliding-window layer reads the cache of an earlier layer, but no earlier layer has one",
         };
         return Err(config.feature("num_kv_shared_layers", reason));
     }

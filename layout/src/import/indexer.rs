@@ -26,7 +26,7 @@ pub(super) fn glm(config: &Config<'_>, options: &ImportOptions) -> Result<Built,
     with_own(config, options, &own)
 }
 
-/// Hunyuan 4: `indexer_types`, or an indexer in layer 0 and each fourth layer from 1, as the architecture has it.
+/// Hunyuan 4: `indexer_types`, or an indexer in layer 0 and each fourth layer from 1, as the architecture defines.
 pub(super) fn hunyuan(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let layers = config.layer_count()?;
     if let Some(kinds) = config.layer_types(layers)? {
@@ -68,7 +68,7 @@ fn types(config: &Config<'_>, layers: usize) -> Result<Option<Vec<bool>>, Import
     match own.first() {
         Some(false) => Err(config.feature(
             "indexer_types",
-            "the first layer shares an indexer, and no layer \
+            "the first layer shares an indexer, but no layer \
             before it has one",
         )),
         _ => Ok(Some(own)),

@@ -376,7 +376,7 @@ fn what_would_change_the_geometry_of_a_model_with_index_keys_is_refused_by_its_f
             config!("deepseek_v41"),
             "index_source_layer_ids",
             json!([8]),
-            "text_config.compress_ratios[2]: this layer needs chosen entries, and neither it nor a layer before it chooses any",
+            "text_config.compress_ratios[2]: this layer needs chosen entries, but neither this layer nor a layer before it chooses entries",
         ),
         (
             config!("deepseek_v41"),

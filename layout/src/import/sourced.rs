@@ -146,8 +146,8 @@ fn order(config: &Config<'_>, layers: usize) -> Result<Vec<&'static str>, Import
         chosen |= chooses;
         if !chosen {
             return Err(refuse(
-                "this layer needs chosen entries, and neither it nor a layer before it chooses \
-                any",
+                "this layer needs chosen entries, but neither this layer nor a layer before it \
+                chooses entries",
             ));
         }
         if sources.contains(&layer) {

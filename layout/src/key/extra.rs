@@ -51,7 +51,7 @@ impl fmt::Display for ExtraError {
             Self::TooLong { bytes } => {
                 write!(
                     f,
-                    "an extra value of a key has {bytes} bytes, and the limit is {MAX_EXTRA_ITEM_BYTES}: use \
+                    "an extra value of a key has {bytes} bytes, but the limit is {MAX_EXTRA_ITEM_BYTES}: use \
                     its digest"
                 )
             }

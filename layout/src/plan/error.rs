@@ -57,11 +57,11 @@ impl fmt::Display for PlanError {
                 layer",
             ),
             Self::OutOfRange { wanted, available } => {
-                write!(f, "item {wanted} was requested, and only {available} items exist")
+                write!(f, "item {wanted} was requested, but only {available} items exist")
             }
             Self::Order => f.write_str(
-                "blocks, layers or destination places are not sorted, or repeated: \
-                sort them, and give each once",
+                "blocks, layers or destination places are repeated or not sorted: \
+                sort the list, and give each entry once",
             ),
             Self::Shape => f.write_str(
                 "the records and the placement have different block shapes: use one \
@@ -70,14 +70,14 @@ impl fmt::Display for PlanError {
             Self::Placement { needed, available } => {
                 write!(
                     f,
-                    "the placement has places for {available} blocks, and {needed} blocks were \
+                    "the placement has places for {available} blocks, but {needed} blocks were \
                     requested"
                 )
             }
             Self::Unplaced { part } => write!(
                 f,
-                "part {part} was requested, and the placement has no place \
-                for it"
+                "part {part} was requested, but the placement has no place \
+                for this part"
             ),
             Self::PayloadOffset { offset } => {
                 write!(f, "the payload starts at {offset}: it must start at a multiple of 4096")

@@ -472,7 +472,7 @@ impl fmt::Display for PlacementError {
             Self::Stride { part, stride, bytes } => {
                 write!(
                     f,
-                    "part {part} has chunks of {bytes} bytes, and its stride is only {stride} bytes: \
+                    "part {part} has chunks of {bytes} bytes, but its stride is only {stride} bytes: \
                     use a larger stride"
                 )
             }
@@ -482,11 +482,11 @@ impl fmt::Display for PlacementError {
                 its own slot"
             ),
             Self::Overlap { memory } => {
-                write!(f, "two parts overlap in memory {}: place them apart", memory.0)
+                write!(f, "two parts overlap in memory {}: move one part", memory.0)
             }
             Self::Overflow => f.write_str(
-                "a part lies past the end of the memory: use a larger memory or a \
-                smaller offset",
+                "a part ends after the end of the memory: use a larger memory or \
+                a smaller offset",
             ),
         }
     }

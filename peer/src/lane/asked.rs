@@ -29,7 +29,7 @@ impl Namespaces {
         let identity = Identity::decode(&identity).map_err(|_| Broken::Protocol("no identity"))?;
         let id = identity.namespace_id().map_err(|_| Broken::Protocol("no identity"))?;
         if self.0.len() >= NAMESPACES_MAX || self.0.insert(namespace, id).is_some() {
-            return Err(Broken::Protocol("the request has too many namespaces, or one of them twice"));
+            return Err(Broken::Protocol("the request has too many namespaces, or the same namespace twice"));
         }
         Ok(())
     }

@@ -242,7 +242,7 @@ impl<'a> Talk<'a> {
         if magic == *MAGIC {
             Ok(())
         } else {
-            Err(Broken::Protocol("the first bytes are not those of a node"))
+            Err(Broken::Protocol("the first bytes do not belong to the protocol of nodes"))
         }
     }
 

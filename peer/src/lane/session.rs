@@ -136,7 +136,7 @@ impl Hearing<'_> {
                 let asked = self.parse(body)?;
                 let mut heard = self.connection.lock();
                 if heard.open.len() >= PIECES_MAX || !heard.open.insert(head.number) {
-                    return Err(Broken::Protocol("the request has too many pieces, or one of them twice"));
+                    return Err(Broken::Protocol("the request has too many pieces, or the same piece twice"));
                 }
                 heard.pieces.push_back((head.number, asked));
             }

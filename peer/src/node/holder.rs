@@ -192,14 +192,14 @@ impl Nodes for Holder {
         }
         if asked.cluster != node.options.cluster {
             let own = &node.options.cluster;
-            return Err(Status::failed_precondition(format!("this is a node of the cluster {own:?}")));
+            return Err(Status::failed_precondition(format!("this node belongs to the cluster {own:?}")));
         }
         let lane_port = u32::from(node.lane_port);
         let members = node.members();
         let epoch = members.epoch();
         if asked.epoch == epoch && asked.members != members.digest().as_slice() {
             return Err(Status::failed_precondition(format!(
-                "this node has other members in epoch {epoch}: give every node the same list"
+                "this node's list of members for epoch {epoch} differs: give every node the same list"
             )));
         }
         let me = node.me.0.to_vec().into();

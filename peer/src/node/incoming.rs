@@ -87,7 +87,9 @@ pub(super) fn limited(
                     (Some(Ok(Err(error))), _) => refuse(&error),
                     (Some(Ok(Ok(_))), Err(_)) => refuse(&"the limit of connections is reached"),
                     (Some(Err(_)), _) => refuse(&"the other node did not authenticate itself in time"),
-                    (None, _) => refuse(&"many connections end without authentication"),
+                    (None, _) => refuse(
+                        &"too many recent connections ended without authentication, so this one was refused",
+                    ),
                 }
             });
         }

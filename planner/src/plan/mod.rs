@@ -311,7 +311,7 @@ impl fmt::Display for PlanError {
             Self::Link(source) => {
                 write!(
                     f,
-                    "the path to {} has a wrong speed: its latency must be at least 0 and its rate \
+                    "the path to {} has a wrong speed: the latency must be at least 0 and the rate \
                     above 0",
                     source.name()
                 )

@@ -11,7 +11,7 @@ pub(crate) fn check_entries(keys: usize, requirements: &Requirements) -> Outcome
     let (entries, most) = (keys.saturating_mul(columns), MAX_MATCH_ENTRIES);
     if entries > most {
         return Err(Fault::malformed(format!(
-            "{keys} keys times {columns} coordinates are {entries} entries, and the limit of a look-up is \
+            "{keys} keys times {columns} coordinates are {entries} entries, but the limit of a look-up is \
             {most}"
         )));
     }

@@ -91,7 +91,7 @@ async fn located(call: &Call, asked: &proto::route_request::Prompt, stores: usiz
     let looked_at = prompt.entries().saturating_mul(stores);
     if looked_at > MAX_MATCH_ENTRIES {
         return Err(Fault::malformed(format!(
-            "prompt: blocks times coordinates times stores are {looked_at} entries, and the limit is \
+            "prompt: blocks times coordinates times stores are {looked_at} entries, but the limit is \
             {MAX_MATCH_ENTRIES}"
         )));
     }

@@ -109,8 +109,8 @@ impl<'a> Underway<'a> for Deleting<'a> {
                 if self.cold.read_only().is_none() {
                     self.cold.telling.owe(self.namespace, self.told.clone());
                 }
-                tracing::warn!(%why, "a delete, or a shorter time to live, of another node could not be \
-                    stored in the bucket");
+                tracing::warn!(%why, "another node's delete or shorter time to live could not be stored \
+                    in the bucket");
             }
         })
     }

@@ -260,8 +260,8 @@ fn members_from(members: &str, set: &Settings, decided: &mut Decided) -> Result<
             true => Ok(MembersFrom::File(members.into())),
             false => Err(Complaint::new(
                 "cluster.members",
-                "settings of etcd are given, and the members are \
-                in a file: use etcd://HOST:PORT/PREFIX, or remove them",
+                "settings of etcd are given, but the members are \
+                in a file: use etcd://HOST:PORT/PREFIX, or remove the settings",
             )),
         };
     }
@@ -370,7 +370,7 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
     if let Some(path) = config.socket.as_deref().filter(|path| !socket::fits(path)) {
         let (max, len) = (socket::PATH_BYTES_MAX, path.as_os_str().len());
         let what = format!(
-            "the path of a socket can have at most {max} bytes, and {} has {len}: set a shorter path, or \
+            "the path of a socket can have at most {max} bytes, but {} has {len}: set a shorter path, or \
             none",
             path.display()
         );
@@ -413,7 +413,7 @@ fn network(config: &Config, open: Option<&str>) -> Result<(), Complaint> {
     Err(Complaint::new(
         "listen.grpc",
         &format!(
-            "{address} can be reached from the network, and the server has no {missing}: configure them, \
+            "{address} can be reached from the network, but the server has no {missing}: configure {missing}, \
             listen on 127.0.0.1, or set listen.open_network to {OPEN_WORDS:?}"
         ),
     ))
@@ -432,7 +432,7 @@ fn metrics_network(config: &Config, open: Option<&str>) -> Result<(), Complaint>
         Some(address) if open.is_none() => Err(Complaint::new(
             "listen.metrics",
             &format!(
-                "{address} can be reached from the network, and metrics have neither TLS nor tokens: listen \
+                "{address} can be reached from the network, but the metrics page requires neither TLS nor tokens: listen \
                 on 127.0.0.1, or set listen.open_metrics to {OPEN_METRICS_WORDS:?}"
             ),
         )),

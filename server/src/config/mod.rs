@@ -267,7 +267,7 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
         if form.unsalted && form.salt.is_some() {
             return Err(Complaint::new(
                 "tenants.unsalted",
-                "a tenant has both a salt and `unsalted`: remove one of them",
+                "a tenant has both a salt and `unsalted`: remove one setting",
             ));
         }
         let salt = form.unsalted.then(String::new).or_else(|| form.salt.clone()).map(String::into_bytes);

@@ -123,7 +123,7 @@ fn home_options(config: &Config, stop: &Stop, notes: &mut Vec<String>) -> Result
 fn memory_note(config: &Config) -> String {
     let all = config.memory_parts().iter().map(|part| part.bytes).fold(0, u64::saturating_add);
     format!(
-        "memory: at most {}, besides the memory that local clients share; `kvarts config show` lists its \
+        "memory: at most {}, apart from the memory that local clients share; `kvarts config show` lists its \
         parts",
         human::bytes(all)
     )
@@ -142,7 +142,7 @@ fn fitting_budget(
         let (free, shown) = (human::bytes(total), human::bytes(least));
         if !is_made {
             return Err(format!(
-                "only {free} of the disk are free, and the store needs {shown}: free space, or create the \
+                "only {free} of the disk are free, but the store needs {shown}: free space, or create the \
                 store with a smaller --segment"
             ));
         }

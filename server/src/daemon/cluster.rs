@@ -312,11 +312,11 @@ fn not_taken(file: &Members, here: &Members) -> Option<String> {
         std::cmp::Ordering::Greater => None,
         std::cmp::Ordering::Equal if file.list() == here.list() => None,
         std::cmp::Ordering::Equal => Some(format!(
-            "cluster.members: the file has other members than this node in the same epoch {old}, and was \
-            ignored: increase the epoch by one"
+            "cluster.members: the file lists other members than this node for the same epoch {old} and \
+            was ignored: increase the epoch by one"
         )),
         std::cmp::Ordering::Less => Some(format!(
-            "cluster.members: the file's epoch {new} is older than epoch {old} of this node, and was ignored"
+            "cluster.members: the file's epoch {new} is older than epoch {old} of this node and was ignored"
         )),
     }
 }
@@ -350,7 +350,7 @@ fn secret(config: &ClusterConfig, gate: &Gate, members: &[Member]) -> Result<Sec
     let bytes = std::fs::read(path).map_err(|error| told(&error))?;
     if bytes.len() < SECRET_BYTES_MIN {
         return Err(told(&format!(
-            "the file has {} bytes, and {SECRET_BYTES_MIN} random bytes are required",
+            "the file has {} bytes, but {SECRET_BYTES_MIN} random bytes are required",
             bytes.len()
         )));
     }

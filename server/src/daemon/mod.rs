@@ -200,8 +200,8 @@ impl Daemon {
         if let Some(asked) = config.budget.filter(|asked| *asked != budget) {
             let (asked, budget) = (human::bytes(asked), human::bytes(budget));
             notes.push(format!(
-                "store.budget is {asked} in the configuration, and the server uses {budget}: the configured \
-                value applies at the next start, or now with `kvarts budget \"{asked}\"`"
+                "store.budget is {asked} in the configuration, but the server uses {budget}: the configured \
+                value applies at the next start, or immediately with `kvarts budget \"{asked}\"`"
             ));
         }
         notes.extend(members.into_iter().flatten());
@@ -217,7 +217,7 @@ impl Daemon {
     pub fn in_memory(&self) -> Option<String> {
         let those: Vec<String> =
             self.home.in_memory().iter().map(|path| path.display().to_string()).collect();
-        let advice = "a reboot loses all blocks there, durable ones as well; name a directory on a disk (store.directories)";
+        let advice = "a reboot loses all blocks in this directory, durable blocks too; name a directory on a disk (store.directories)";
         (!those.is_empty())
             .then(|| format!("the store is in memory (tmpfs), in {}: {advice}", those.join(", ")))
     }

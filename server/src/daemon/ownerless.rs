@@ -24,7 +24,7 @@ pub(super) fn note(state: &ServerState) -> Option<String> {
     });
     let others = sums.get(&false).map(|&sum| {
         let what = match state.gate.is_open() {
-            true => "belong to tenants, and this server requires no tokens",
+            true => "belong to tenants, but this server requires no tokens",
             false => "belong to tenants without a token in this configuration",
         };
         told(what, sum, "configure their tenants again, or delete them with `kvarts tenant purge NAME`")

@@ -117,8 +117,8 @@ pub(super) async fn refuse_taken(path: &Path) -> Result<(), String> {
     // ends: at once: the socket does not block, and a full queue is an error
     if path.symlink_metadata().is_ok() && UnixStream::connect(path).await.is_ok() {
         return Err(format!(
-            "listen.socket: {}: another server listens there: stop it, or use another path with \
-            --listen-socket",
+            "listen.socket: another server listens on {}: stop that server, or use another path \
+            with --listen-socket",
             path.display()
         ));
     }

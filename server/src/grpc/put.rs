@@ -95,7 +95,7 @@ impl Incoming {
         };
         if data.offset != self.at {
             return Err(Fault::malformed(format!(
-                "the put has data for offset {}, and offset {} is expected: send the data in order",
+                "the put has data for offset {}, but offset {} is expected: send the data in order",
                 data.offset, self.at
             )));
         }

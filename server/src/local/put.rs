@@ -25,8 +25,8 @@ use kvarts_wire::limits;
 use kvarts_wire::proto;
 
 /// What a block is refused with that was changed on the way.
-const CHANGED: &str = "the memory of the put changed during the put: do not write to it before the put ends, \
-    and put it again";
+const CHANGED: &str = "the memory of the put changed during the put: write to the memory only after the put \
+    has ended, and repeat the put";
 
 /// A put that was checked.
 pub(super) struct Putting {

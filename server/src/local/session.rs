@@ -212,7 +212,7 @@ impl Session {
     ) -> Outcome<Self> {
         if hello.version != VERSION {
             return Err(Fault::malformed(format!(
-                "the version is {}, and this server supports only \
+                "the version is {}, but this server supports only \
                 {VERSION}",
                 hello.version
             )));

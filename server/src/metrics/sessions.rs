@@ -12,7 +12,7 @@ pub(super) fn sessions(out: &mut String, sessions: &LiveSessions) {
     one(out, "kvarts_sessions", "gauge", "Sessions that are open, or were handed over and not closed.", open);
     let help = "Ended sessions whose blocks are still the base of forks.";
     one(out, "kvarts_sessions_rests", "gauge", help, rests);
-    one(out, "kvarts_sessions_leases", "gauge", "Leases of the store that sessions have.", leases);
+    one(out, "kvarts_sessions_leases", "gauge", "Leases of the store that sessions hold.", leases);
     let help = "Chains that this node owns for sessions.";
     one(out, "kvarts_sessions_chains", "gauge", help, sessions.claimed_chains());
     let counts = &sessions.counts;

@@ -134,7 +134,7 @@ fn engine(out: &mut String, state: &ServerState) {
     disk_link(out, state);
     for (what, help, size) in [
         ("bytes", "Memory of the index of blocks, in bytes.", index.bytes),
-        ("blocks", "Blocks in the index: those that can be found.", index.blocks),
+        ("blocks", "Blocks in the index, which look-ups can find.", index.blocks),
         ("records", "Records on disk that are in the index; a record has one block or more.", index.records),
     ] {
         one(out, &format!("kvarts_index_{what}"), "gauge", help, size);
@@ -180,7 +180,11 @@ fn by_kind(out: &mut String, space: Space) {
 /// What is here and of no use.
 fn cut_off(out: &mut String, (blocks, bytes): (u64, u64)) {
     for (what, help, value) in [
-        ("blocks", "Live blocks that cannot be used, because a block before them is absent.", blocks),
+        (
+            "blocks",
+            "Live blocks that cannot be used, because an earlier block of their prefix is absent.",
+            blocks,
+        ),
         ("bytes", "Bytes of live blocks that cannot be used.", bytes),
     ] {
         one(out, &format!("kvarts_cut_off_{what}"), "gauge", help, value);
@@ -193,7 +197,7 @@ fn disk_link(out: &mut String, state: &ServerState) {
     for (name, help, value) in [
         (
             "bytes_per_second",
-            "Rate of the disks, measured from the reads of the last minutes; an assumed rate if there were none.",
+            "Rate of the disks, measured from the reads of the last minutes; without such reads, an assumed rate.",
             disk.link.bytes_per_ms * 1e3,
         ),
         (
@@ -215,7 +219,7 @@ fn recovery(out: &mut String, state: &ServerState) {
     let recovered = sum(|report| report.blocks);
     one(out, "kvarts_recovery_blocks", "gauge", "Blocks found by the last start.", recovered);
     let problems = sum(|report| report.problems);
-    let help = "Problems found by the last start; run kvarts fsck --live to list them.";
+    let help = "Problems found by the last start; kvarts fsck --live lists the problems.";
     one(out, "kvarts_recovery_problems", "gauge", help, problems);
     let scanned = sum(|report| report.scanned_bytes);
     one(out, "kvarts_recovery_scanned_bytes", "gauge", "Bytes scanned by the last start.", scanned);
@@ -270,7 +274,7 @@ fn drives(out: &mut String, loads: &[DriveLoad], directories: &[PathBuf]) {
         ),
         (
             "kvarts_directory_stuck_bytes",
-            "Bytes of transfers under way on the disk of a directory for more than ten seconds, or past their deadline.",
+            "Bytes of transfers under way on the disk of a directory for more than ten seconds, or after their deadline.",
             |load| load.stuck_bytes as f64,
         ),
         (
@@ -405,7 +409,8 @@ fn tenants(out: &mut String, state: &ServerState) {
     let space = |tenant: &Tenant| state.engine.tenant_space(&tenant.salt);
     let help = "Live bytes on disk of each tenant.";
     by_tenant(out, "kvarts_tenant_disk_bytes", help, &of(&|tenant| Some(space(tenant)?.live)));
-    let help = "Quota of each tenant with one, in bytes: a tenant at its quota evicts its own blocks.";
+    let help =
+        "Quota of each tenant that has a quota, in bytes: a tenant at its quota evicts its own blocks.";
     by_tenant(out, "kvarts_tenant_disk_limit_bytes", help, &of(&|tenant| space(tenant)?.limit));
     let used = |tenant: &Tenant| state.models.used(tenant.number);
     let help = "Models that each tenant has registered.";
@@ -460,7 +465,7 @@ fn memory(out: &mut String, state: &ServerState) {
     for (from, tiles) in [("kept", kept), ("read", read)] {
         let _ = writeln!(out, "kvarts_tiles_total{{from=\"{from}\"}} {tiles}");
     }
-    let help = "Memory of large requests and their answers, in bytes; at the limit more of them wait.";
+    let help = "Memory of large requests and their answers, in bytes; at the limit further requests wait.";
     one(out, "kvarts_large_requests_bytes", "gauge", help, state.receiving.bytes());
     let help = "Limit of kvarts_large_requests_bytes.";
     one(out, "kvarts_large_requests_limit_bytes", "gauge", help, limits::LARGE_BYTES_MAX);

@@ -251,7 +251,7 @@ mod tests {
         // The second directory of a store of one.
         Home::open(&scratch.options(&["one"])).unwrap().close().unwrap();
         let before = scratch.all();
-        assert!(refused(&["one", "two"]).contains("the store has 1 directories, and 2 were given"));
+        assert!(refused(&["one", "two"]).contains("the store has 1 directories, but 2 were given"));
         assert_eq!(scratch.all(), before);
         let absent = refused(&["no disk/kvarts"]);
         let expected = ["no disk does not exist: mount its disk", "else run `mkdir -p "];

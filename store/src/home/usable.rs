@@ -51,7 +51,7 @@ pub fn writable(directory: &Path) -> io::Result<()> {
     let advice = whose.map_or_else(String::new, |facts| {
         let owner = facts.uid();
         format!(
-            ": the directory belongs to user {owner}, and this process runs as user {user}: `chown \
+            ": the directory belongs to user {owner}, but this process runs as user {user}: `chown \
             {user} {shown}`"
         )
     });

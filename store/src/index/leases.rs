@@ -82,7 +82,7 @@ impl fmt::Display for LeaseError {
             Self::Cap { limit, wanted } => {
                 write!(
                     f,
-                    "the pins would hold {wanted} bytes, and the limit is {limit}: unlock blocks, or match \
+                    "the pins would hold {wanted} bytes, but the limit is {limit}: unlock blocks, or match \
                     fewer"
                 )
             }

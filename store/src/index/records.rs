@@ -214,7 +214,7 @@ impl fmt::Display for RecordError {
         match self {
             Self::Unknown(id) => write!(f, "record {id} is not in the index (a bug: report it)"),
             Self::InUse { live } => {
-                write!(f, "the record has {live} live blocks: remove or move them first")
+                write!(f, "the record has {live} live blocks: remove or move the blocks first")
             }
             Self::Held => write!(f, "a reader holds the record: it is freed when the reader releases it"),
             Self::TooManyBlocks(id) => {

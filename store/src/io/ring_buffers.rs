@@ -140,7 +140,7 @@ fn memlock_allows(len: u64) -> Result<(), String> {
 fn check_memlock(len: u64, locked: u64, limit: Option<u64>, privileged: bool) -> Result<(), String> {
     match limit {
         Some(limit) if !privileged && locked.saturating_add(len) > limit => Err(format!(
-            "the limit on locked memory is {limit} bytes, and {locked} bytes are in use. {len} more bytes \
+            "the limit on locked memory is {limit} bytes; {locked} bytes are in use. {len} more bytes \
             are needed to register all memory, which makes reads and writes 3 to 10% faster: raise the limit \
             (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock= in containers) to {} bytes or more",
             locked.saturating_add(len)

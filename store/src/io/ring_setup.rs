@@ -92,7 +92,7 @@ fn note_flags(used: &[Feature], refusal: Option<&std::io::Error>, outcomes: &mut
         let outcome = if used.contains(&flag) {
             Ok(())
         } else if flag == CoopTaskrun && used.contains(&DeferTaskrun) {
-            Err("not needed beside defer-taskrun".to_owned())
+            Err("not needed together with defer-taskrun".to_owned())
         } else {
             Err(refusal
                 .map_or_else(|| "not possible while the features it needs are off".to_owned(), unsupported))
@@ -173,7 +173,7 @@ fn explain(error: &std::io::Error, switch: &str) -> String {
             io_uring_enter and io_uring_register in the container's profile)"
         }
         (Some(Errno::NOSYS), _) => {
-            "this kernel does not have it, or a seccomp profile hides it (it needs Linux 5.15 or newer)"
+            "this kernel lacks io_uring, or a seccomp profile hides it (it needs Linux 5.15 or newer)"
         }
         (Some(Errno::NOMEM), _) => {
             "the memory for it could not be locked (raise the limit on locked memory: \

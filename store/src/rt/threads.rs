@@ -102,7 +102,7 @@ pub(super) fn start_thread(
         Ok(Ok(())) => Ok(thread),
         Ok(Err(why)) => thread.join().and(Err(why)),
         // It ended without saying anything, so it panicked.
-        Err(_) => thread.join().and(Err(format!("executor {index} ended before it started"))),
+        Err(_) => thread.join().and(Err(format!("executor {index} ended while it was starting"))),
     }
 }
 

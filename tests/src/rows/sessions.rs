@@ -502,7 +502,7 @@ impl Scene {
         Ok(())
     }
 
-    /// The server starts again: there are no sessions, and nothing is held for them.
+    /// The server starts again: no sessions exist, and nothing is held for them.
     fn lose_power(&mut self, at: usize) -> Result<(), String> {
         let seed = self.seed.child("again").nth(self.next);
         self.next += 1;

@@ -305,7 +305,7 @@ pub static RECORD_ROWS: &[RecordRow] = &[
             "hole-before-record",
             Severity::Note,
             Decision::SkipPage,
-            "power was cut while several records were being written, and a later one arrived first",
+            "power was cut while several records were being written, and a later record arrived first",
         ),
         found: &[Found::Empty, Found::Remains, Found::Noise, Found::Stale, Found::Foreign],
         scan: SEARCH,

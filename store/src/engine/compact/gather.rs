@@ -131,7 +131,7 @@ pub(crate) async fn gather(
     let record =
         record::open(&header, &position, &volume.shared.secret).map_err(|error| wrong(error.to_string()))?;
     let Body::Blocks(mut body) = record.body().map_err(|error| wrong(error.to_string()))? else {
-        return Err(wrong("a record has another kind than its class".to_owned()));
+        return Err(wrong("the kind of a record differs from that of its class".to_owned()));
     };
     body.namespace = segment.local(body.namespace);
     let layout = class.layout_of(u32::from(info.blocks.get()))?;
@@ -227,7 +227,7 @@ async fn fill(
     let mut spans = Vec::with_capacity(blocks.len());
     for taken in &*blocks {
         let of_block = spans_of(arrangement, taken.old.block).ok_or(Reason::Bug(
-            "a block lies past the end of its \
+            "a block ends after the end of its \
                 record",
         ))?;
         for span in &of_block {

@@ -355,7 +355,7 @@ fn switch(volume: &Volume, head: &Head, blocks: &[&Taken], written: &Written) ->
         let block_of = BlockOf { class: &head.class, key: BlockKey(taken.name.key) };
         let left = shared
             .relocate(taken.print, Relocation { from: taken.old, to: new }, block_of)
-            .map_err(|_| Reason::Bug("the index does not have a record that was moved"))?;
+            .map_err(|_| Reason::Bug("a moved record is missing in the index"))?;
         match left {
             Some(left) => {
                 moved.blocks += 1;

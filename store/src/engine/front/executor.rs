@@ -300,7 +300,7 @@ impl Executor {
         while !self.has_given_up(dir) {
             if self.rt.clock().now() >= give_up {
                 return Err(Reason::Busy(
-                    "the disk of the directory has not answered everything from before",
+                    "the directory's disk has not yet completed all earlier operations",
                 ));
             }
             self.rt.sleep_until(self.rt.clock().now().plus(GIVEN_UP_LOOK)).await;

@@ -92,6 +92,6 @@ fn open_header(
             }
             Ok(Header::new(blocks, record.digests().collect(), stored))
         }
-        _ => Err(wrong("a record has another kind than its class".to_owned())),
+        _ => Err(wrong("the kind of a record differs from that of its class".to_owned())),
     }
 }

@@ -273,7 +273,8 @@ impl Returning<'_> {
         let mut state = directories.lock();
         let one = directories.each.get(usize::from(dir.0));
         let one = one.filter(|one| one.returning.swap(false, Ordering::AcqRel));
-        let one = one.ok_or(Reason::Busy("the directory was lost again as it came back"))?;
+        let one = one
+            .ok_or(Reason::Busy("the directory failed again while its disk was being taken back into use"))?;
         state.out.remove(dir);
         state.superblocks.insert(*dir, superblock);
         // Until a term has begun with it.
@@ -344,7 +345,9 @@ impl Shared {
         }
         match deletes {
             Deletes::Acknowledged => Ok(returns),
-            Deletes::Unsettled => Err(Reason::Busy("a directory of the store has just failed")),
+            Deletes::Unsettled => {
+                Err(Reason::Busy("a directory of the store has failed since the call began"))
+            }
             Deletes::Refused => {
                 let (in_use, all) = (self.directories.in_use() as u64, self.directories.count() as u64);
                 Err(Reason::NotDeleted(DeleteCause::TooFew { in_use, all }))

@@ -98,7 +98,7 @@ impl Written {
         class: u32,
         expires: u32,
     ) -> Result<RecordInfo, Reason> {
-        let too_large = || Reason::Bug("a record is past the limits of the index");
+        let too_large = || Reason::Bug("a record exceeds the limits of the index");
         Ok(RecordInfo {
             shard: u16::try_from(shard).map_err(|_| too_large())?,
             segment: self.segment.number,

@@ -354,7 +354,7 @@ fn mib(bytes: u64) -> String {
 
 fn more_than_there_is(budget: u64, free: u64, allocated: u64) -> String {
     format!(
-        "the budget of {} does not fit on the disk: {} are free, and the store uses {}",
+        "the budget of {} does not fit on the disk: only {} are free, and the store uses {}",
         exact_units(budget),
         exact_units(free),
         exact_units(allocated)

@@ -169,8 +169,8 @@ pub(super) async fn replace(way: &Way<'_>, plan: &Plan, seen: &mut [Seen]) -> Re
         if missing.len() != plan.replace.len() - nth {
             return refuse(
                 at,
-                "other directories are missing too: replace all of them in one command, or \
-                mount them again first",
+                "other directories are missing too: replace all missing directories in one \
+                command, or mount the others first",
             );
         }
         let number = missing.first().copied().unwrap_or(0);

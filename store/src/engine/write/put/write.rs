@@ -243,7 +243,7 @@ fn publish_piece(
     let gone = job
         .shared
         .commit((&job.class, keys), (job.claim, prints), record)
-        .map_err(|_| Reason::Bug("the index does not have a record that was written"))?;
+        .map_err(|_| Reason::Bug("a written record is missing in the index"))?;
     let before = (piece.run.start - run.start) as u16;
     lost.extend(gone.iter().map(|place| before + place));
     if gone.len() == piece.run.len() {
