@@ -68,8 +68,8 @@ pub(super) fn write(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
     let one_by_one = story.read_seconds + story.compute_seconds;
     writeln!(
         out,
-        "\n   Reading took {:.0} ms ({}), using {:.0} ms; one after the other would be {:.0} ms, together it was {:.0} ms.\n   \
-         The first layer was there after {:.1} ms.",
+        "\n   Reading took {:.0} ms ({}) and using the layers {:.0} ms: {:.0} ms one after the other, but {:.0} ms overlapped.\n   \
+         The first layer was available after {:.1} ms.",
         story.read_seconds * 1e3,
         rate(story.prefix_bytes, story.read_seconds),
         story.compute_seconds * 1e3,
