@@ -50,35 +50,35 @@ labels! {
         "the superblock's file is shorter than its two slots";
     /// The file is too long.
     SUPERBLOCK_TOO_LONG = "superblock-too-long", Note,
-        "bytes follow the superblock's two slots; they are never read";
+        "bytes follow the superblock's two slots; these bytes are never read";
     /// Neither slot is sound.
     SUPERBLOCK_LOST = "superblock-lost", Problem,
         "neither superblock slot is valid; the segments still contain the store's id and secret";
     /// The slots contradict each other.
     SUPERBLOCK_CONFLICT = "superblock-conflict", Problem,
-        "both superblock slots are valid and contradict each other: another program wrote one of them";
+        "both superblock slots are valid but contradict each other: another program wrote one slot";
     /// A slot of a newer version beside a known one.
     SUPERBLOCK_SLOT_NEWER = "superblock-slot-newer", Problem,
-        "one superblock slot needs a newer program, the other does not";
+        "one superblock slot needs a newer program, but the other slot does not";
     /// A directory in which making a store was cut short.
     STORE_HALF_MADE = "store-half-made", Note,
-        "power was cut while the store was being created here; no block was ever stored in it";
+        "power was cut while the store was being created; the store never contained a block";
     /// Not all directories are here.
     DIRECTORY_MISSING = "directory-missing", Problem,
-        "a directory of the store was not given: a disk is missing, or an argument";
+        "a directory of the store was not given: a disk or an argument is missing";
     /// A directory that was out.
     DIRECTORY_BEHIND = "directory-behind", Problem,
-        "the store was opened without this directory, and may have deleted blocks in it: its content is not \
-        used before the next start";
+        "the store was opened without this directory and may have deleted blocks since: the content of this \
+        directory is not used before the next start";
     /// A directory whose place another one has taken.
     DIRECTORY_REPLACED = "directory-replaced", Problem,
-        "another directory replaced this one: its content is not used";
+        "another directory replaced this directory: the content of this directory is not used";
     /// A shard's folder is gone.
     SHARD_MISSING = "shard-missing", Problem,
         "the folder of a shard is missing: it had been flushed before the superblock was written";
     /// A shard that the superblock does not have.
     SHARD_UNEXPECTED = "shard-unexpected", Problem,
-        "the directory has a folder of a shard that belongs elsewhere: a copy, or a folder of another \
+        "the directory contains a folder of a shard that belongs to another directory: a copy, or a folder of another \
         directory";
     /// A listing that failed.
     FOLDER_UNREADABLE = "folder-unreadable", Problem,
@@ -107,22 +107,22 @@ labels! {
         "the file of a segment in use is shorter than a segment must be";
     /// A fresh file that is too short.
     SEGMENT_HALF_MADE = "segment-half-made", Note,
-        "power was cut before the file of a segment was first flushed; nothing in it had been acknowledged as durable";
+        "power was cut before the file of a segment was first flushed; no record in this file had been acknowledged as durable";
     /// A file that is too long.
     SEGMENT_TOO_LONG = "segment-too-long", Note,
-        "bytes follow the end of a segment; they are never read";
+        "bytes follow the end of a segment; these bytes are never read";
     /// A checkpoint that cannot be what a crash left.
     CHECKPOINT_DAMAGED = "checkpoint-damaged", Problem,
         "the header of a checkpoint, or a chunk of the newest one, is damaged";
     /// A checkpoint that a crash may have left.
     CHECKPOINT_HALF_WRITTEN = "checkpoint-half-written", Note,
-        "power was cut while this checkpoint was being written; damage to an older one looks the same";
+        "power was cut while this checkpoint was being written; damage to an older checkpoint looks the same";
     /// A checkpoint of a newer version.
     CHECKPOINT_NEWER = "checkpoint-newer", Note,
-        "a newer program wrote the checkpoint in a version this one does not know";
+        "a newer program wrote the checkpoint in a version that this program does not know";
     /// The header of a listed record and the footer differ.
     FOOTER_DISAGREES = "footer-disagrees", Problem,
-        "footer and record are both valid and contradict each other: a writer's defect";
+        "footer and record are both valid but contradict each other: a writer's defect";
     /// The trailer's totals are not those of the footer.
     TRAILER_DISAGREES = "trailer-disagrees", Problem,
         "trailer and footer are both valid and contradict each other: a writer's defect";
@@ -134,23 +134,23 @@ labels! {
         "the record's namespace or spec is not defined before it in its segment, or the definition is damaged";
     /// The same where a crash may have done it.
     RECORD_UNDEFINED_TAIL = "record-undefined-tail", Note,
-        "power was cut before the record's definitions arrived; it had not been acknowledged as durable";
+        "power was cut before the record's definitions were written; the record had not been acknowledged as durable";
     /// A definition that is not what its id says.
     DEFINITION_DAMAGED = "definition-damaged", Problem,
-        "a definition is valid and contradicts itself: a writer's defect";
+        "a definition matches its digest but contradicts itself: a writer's defect";
     /// A payload length that the spec does not give.
     PAYLOAD_LENGTH = "payload-length", Problem,
         "the length of the payload does not match its spec, layout and blocks: a writer's defect";
     /// Blocks of a namespace that a newer program defined.
     DEPENDS_ON_NEWER = "depends-on-newer", Note,
-        "a newer program wrote the definition of the record's namespace or spec: not verified, and left \
-        unchanged";
+        "a newer program wrote the definition of the record's namespace or spec: the record was neither \
+        verified nor changed";
     /// A layout or encoding of later.
     UNKNOWN_ENCODING = "unknown-encoding", Note,
-        "a newer program wrote the payload in a layout or encoding that this one skips: not verified";
+        "a newer program wrote the payload in a layout or encoding that this program skips: the payload was not verified";
     /// A digest algorithm of later.
     UNKNOWN_DIGEST = "unknown-digest", Note,
-        "the digests are of an algorithm that this program does not know: not verified";
+        "the digests are of an algorithm that this program does not know: the blocks were not verified";
     /// An encrypted payload.
     ENCRYPTED_PAYLOAD = "encrypted-payload", Note,
         "the payload is encrypted and cannot be verified without its key";
@@ -159,7 +159,7 @@ labels! {
         "bytes between or behind a payload's chunks are not zero, although they had been flushed; blocks are not affected";
     /// Padding that a crash may have left.
     PADDING_TORN = "padding-torn", Note,
-        "the padding behind a complete payload was not written before a power cut; blocks are not affected";
+        "the padding after a complete payload was not written before a power cut; blocks are not affected";
     /// Two records under one sequence.
     SEQUENCE_REPEATED = "sequence-repeated", Problem,
         "two records of one shard have the same sequence number: a writer's defect or a copied record";
@@ -168,26 +168,26 @@ labels! {
         "two copies of a block have the same origin id but different bytes: one copy is wrong";
     /// Two copies of one production.
     COPY_OF_ORIGIN = "copy-of-origin", Note,
-        "two copies of a block from one put exist: an interrupted compaction left both";
+        "two copies of a block from the same put exist: an interrupted compaction left both copies";
     /// A block that was put again.
     SUPERSEDED_COPY = "superseded-copy", Note,
         "an older copy of a block from another put exists; the store uses the newer one";
     /// A block in two shards.
     COPY_IN_TWO_SHARDS = "copy-in-two-shards", Note,
-        "two shards have copies of one block from different puts; the store uses one of them";
+        "two shards contain copies of one block from different puts; the store uses one copy";
     /// A parent that is not here.
     PARENT_ABSENT = "parent-absent", Note,
-        "the parent of these blocks is absent: it was evicted, or is in another store";
+        "the parent of these blocks is absent: the parent was evicted, or is in another store";
     /// The checkpoint lists what is not there.
     CHECKPOINT_DISAGREES = "checkpoint-disagrees", Problem,
-        "the checkpoint lists a record that its sealed segment does not have: a writer's defect";
+        "the checkpoint lists a record that the sealed segment does not contain: a writer's defect";
     /// A tail of a store that is in use.
     LIVE_TAIL_SKIPPED = "live-tail-skipped", Note,
-        "the store is open, and its process writes this segment: its end was not checked";
+        "the process that has the store open is writing this segment: the end of the segment was not checked";
     /// A segment that changed under the check.
     LIVE_CHANGED = "live-changed", Note,
-        "the store is open, and its process changed this file during the check: findings in it are not \
-        reliable";
+        "the process that has the store open changed this file during the check: findings in this file \
+        are not reliable";
 }
 
 /// The severity and cause of a label of either half.

@@ -178,8 +178,8 @@ fn do_about(label: &str, severity: Severity) -> &'static str {
         (_, Remedy::Device) => "look at the device (`dmesg`, `smartctl`), replace it",
         (_, Remedy::Directories) => "give every directory of the store",
         (_, Remedy::Start) => "start the server with all directories",
-        (_, Remedy::TakeOut) => "give the one that took its place",
-        (_, Remedy::Access) => "run it as the store's user; look at `dmesg`",
+        (_, Remedy::TakeOut) => "give the directory that replaced this one",
+        (_, Remedy::Access) => "run `kvarts fsck` as the store's user; look at `dmesg`",
         (_, Remedy::Newer) => "use a newer kvarts",
     }
 }

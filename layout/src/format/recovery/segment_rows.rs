@@ -116,7 +116,7 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
             "footer-damaged-rescan",
             Severity::Problem,
             Decision::Rescan,
-            "the trailer is valid and the footer, which was flushed before it, is not: bit rot, a lost or a \
+            "the trailer is valid, but the footer, which was flushed before the trailer, is not: bit rot, a lost or a \
             misdirected write",
         ),
         header: SOUND,
@@ -207,7 +207,7 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
             "header-lost-rescan",
             Severity::Problem,
             Decision::Rescan,
-            "neither header nor footer can be used; the records are still verified one by one",
+            "neither header nor footer can be used; the records are verified one by one",
         ),
         header: &[H::Damaged],
         trailer: NOT_SEALED,
@@ -229,7 +229,7 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
             "header-zeroed-trailer-seen",
             Severity::Problem,
             Decision::Rescan,
-            "the first page is zero and the last is not: the header was zeroed after use",
+            "the first page is zero but the last page is not: the header was zeroed after use",
         ),
         header: &[H::Empty],
         trailer: &[T::FooterLost, T::Damaged, T::Stale, T::Ahead, T::Elsewhere],
@@ -240,7 +240,7 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
             "free-header-lost-rescan",
             Severity::Problem,
             Decision::Rescan,
-            "the segment was free when the checkpoint was made, and neither end of the file shows its \
+            "the segment was free when the checkpoint was made, but neither end of the file shows the \
             present content",
         ),
         header: &[H::Damaged, H::Misdirected],
@@ -252,7 +252,7 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
             "free-header-zeroed",
             Severity::Problem,
             Decision::Rescan,
-            "the segment was free when the checkpoint was made; its first page is zero and its last page is \
+            "the segment was free when the checkpoint was made; its first page is zero but its last page is \
             not: the first page was zeroed",
         ),
         header: &[H::Empty],
@@ -297,7 +297,7 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
             "still-quarantined",
             Severity::Note,
             Decision::Quarantine,
-            "an earlier start found this segment unusable, and it has not been repaired since",
+            "an earlier start found this segment unusable, and no repair has been made since",
         ),
         header: NOT_NEWER,
         trailer: OLD_TRAILERS,
@@ -308,7 +308,7 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
             "segment-newer",
             Severity::Problem,
             Decision::Quarantine,
-            "a newer program wrote the segment in a version this one does not know",
+            "a newer program wrote the segment in a version that this program does not know",
         ),
         header: &[H::Newer],
         trailer: &T::ALL,
@@ -319,7 +319,7 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
             "trailer-newer",
             Severity::Problem,
             Decision::Quarantine,
-            "a newer program sealed the segment in a version this one does not know",
+            "a newer program sealed the segment in a version that this program does not know",
         ),
         header: NOT_NEWER,
         trailer: &[T::Newer],
