@@ -143,7 +143,7 @@ impl Knowledge {
 }
 
 /// Why nothing is done where two readings are not alike.
-const DIFFERS: &str = "two reads of it returned different bytes: the device, its connection or the memory is \
+const DIFFERS: &str = "two reads returned different bytes: the device, its connection or the memory is \
     faulty, so the repair discards nothing";
 
 /// Rounds of a repair: what one puts right may show what else there is, as a file that came back to its place.

@@ -155,7 +155,7 @@ impl Missing {
             (deleted, "deleted"),
             (out_of_service, "damaged on disk, or in a part of the store that failed: see the server's log"),
             (never_stored, "never stored, according to this server's records"),
-            (cut_off, "stored, but a block before them is missing"),
+            (cut_off, "stored, but an earlier block of the prefix is missing"),
         ];
         all.into_iter().filter(|(blocks, _)| *blocks > 0)
     }

@@ -94,7 +94,7 @@ fn usage(out: &mut String, counted: &Counted) {
     };
     let help = "Blocks looked up by match and exists, by result: here, pending (being put), or the reason of \
         absence: evicted, expired, deleted, out_of_service (damaged), never_stored (according to this \
-        server's records), cut_off (stored, but a block before it is missing), unregistered (no model of \
+        server's records), cut_off (stored, but an earlier block of the prefix is missing), unregistered (no model of \
         that name since the start). The hit ratio is the rate of found=\"here\" divided by the rate of all \
         results. Models beyond 32 of a tenant are model=\"other\", tenants beyond 256 tenant=\"other\".";
     family("kvarts_lookup_blocks_total", help, &|usage| {
