@@ -170,7 +170,8 @@ fn a_miss_says_whether_blocks_were_evicted_deleted_or_never_stored_and_metrics_c
     assert!(code == 1 && out.contains("this server stores nothing of this identity"), "{out}");
     let named = "pages 1, of which ";
     assert!(
-        out.contains(named) && out.contains("differs in: revision is \"1\" there and \"2\" here"),
+        out.contains(named)
+            && out.contains("differs in: revision is \"1\" in the store but \"2\" in the request"),
         "{out}"
     );
     let long_hexadecimal = |word: &str| word.len() >= 16 && word.chars().all(|one| one.is_ascii_hexdigit());

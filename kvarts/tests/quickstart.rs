@@ -93,13 +93,13 @@ fn the_quick_start_ends_with_equal_bytes_as_it_stands_on_its_page() {
         told.starts_with("0 of 4 blocks (0 tokens) can be restored: this server stores nothing of"),
         "{told}"
     );
-    assert!(told.contains("revision is \"demo\" there and \"demi\" here"), "{told}");
+    assert!(told.contains("revision is \"demo\" in the store but \"demi\" in the request"), "{told}");
     let json = terminal.run(&format!("kvarts match {asked} --json; test $? = 1"));
     assert!(json.contains("\\\"demi\\\" here") && json.contains("\"namespace\": null"), "{json}");
     let models = terminal.run("kvarts ls");
     assert!(models.contains("demo") && !models.contains("demi"), "a match registers nothing: {models}");
     let missed = terminal.run(&format!("kvarts get --to NONE {asked}; test $? = 1 && test ! -e NONE"));
-    assert!(missed.contains("revision is \"demo\" there"), "{missed}");
+    assert!(missed.contains("revision is \"demo\" in the store"), "{missed}");
     // A started server tells what is on disk before anything is registered with it.
     drop(terminal.server.take().map(|mut server| (server.kill(), server.wait())));
     terminal.serve(server[0]);
@@ -109,7 +109,7 @@ fn the_quick_start_ends_with_equal_bytes_as_it_stands_on_its_page() {
         "{models}"
     );
     let told = terminal.run(&format!("kvarts match {asked}; test $? = 1"));
-    assert!(told.contains("revision is \"demo\" there"), "{told}");
+    assert!(told.contains("revision is \"demo\" in the store"), "{told}");
     assert!(
         terminal
             .run("kvarts match --identity ID.toml --model llama-3.1-8b --tokens TOKENS")

@@ -270,10 +270,7 @@ fn nothing_is_given_up_that_two_readings_do_not_say_alike() {
             };
             let done = repair(&[site], &options(), &Tally::default()).unwrap().actions;
             let differs = |action: &Action| {
-                action
-                    .failed
-                    .as_ref()
-                    .is_some_and(|why| why.contains("two reads returned different bytes"))
+                action.failed.as_ref().is_some_and(|why| why.contains("two reads returned different bytes"))
             };
             told += done.iter().filter(|action| differs(action)).count();
             if wrong < 3 {

@@ -32,7 +32,7 @@ impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} is {} in the stored identity but {} in the given identity",
+            "{} is {} in the store but {} in the request",
             self.field,
             quoted(&self.there),
             quoted(&self.asked)

@@ -301,7 +301,7 @@ fn a_typo_is_told_from_another_model_by_the_fields_that_differ() {
     assert_eq!((near.at, near.differences.len()), (1, 1));
     assert_eq!(
         near.to_string(),
-        format!("revision is \"x\" in the stored identity but {:?} in the given identity", asked.revision)
+        format!("revision is \"x\" in the store but {:?} in the request", asked.revision)
     );
     let salted = Identity { tenant_salt: TenantSalt(vec![9]), ..sample() };
     assert!(asked.differences(&salted).is_empty(), "a salt is a secret");
@@ -309,8 +309,7 @@ fn a_typo_is_told_from_another_model_by_the_fields_that_differ() {
     more.extras.insert("zz".to_owned(), "\u{e9}".repeat(40));
     let near = nearest(&asked, [&more].into_iter()).unwrap().to_string();
     assert!(
-        near.starts_with("extras.zz is \"")
-            && near.ends_with("... in the stored identity but \"\" in the given identity"),
+        near.starts_with("extras.zz is \"") && near.ends_with("... in the store but \"\" in the request"),
         "{near}"
     );
 }
