@@ -46,18 +46,18 @@ impl fmt::Display for ColdError {
             Self::Budget(what) => write!(f, "the daily budget of {what} is used up"),
             Self::Object(name, error) => write!(f, "{name}: {error}"),
             Self::Full(namespace) => {
-                write!(f, "namespace {namespace}: the manifest is full: it cannot list more packs")
+                write!(f, "the manifest of namespace {namespace} is full and cannot list more packs")
             }
             Self::Waiting(namespace) => write!(
                 f,
-                "namespace {namespace}: the manifest is full of packs that wait for deletion: run `kvarts \
-                cold gc`, with a shorter --grace if their time has not passed"
+                "the manifest of namespace {namespace} is full of packs that wait for deletion: run `kvarts \
+                cold gc`, with a shorter --grace if the grace period has not passed"
             ),
             Self::Contended(namespace) => {
                 write!(
                     f,
-                    "namespace {namespace}: the manifest was changed by other writers during each \
-                    attempt: retry"
+                    "other writers changed the manifest of namespace {namespace} during each attempt: \
+                    retry"
                 )
             }
             Self::Clocks(apart_ms) => {
@@ -72,7 +72,7 @@ impl fmt::Display for ColdError {
             Self::Withdrawn => f.write_str("blocks of the pack were deleted during the push"),
             Self::Anew(namespace) => write!(
                 f,
-                "namespace {namespace}: the manifest was created again after the blocks were listed, so \
+                "the manifest of namespace {namespace} was created again after the blocks were listed, so \
                 deletes since then are unknown: retry"
             ),
             Self::ReadOnly(why) => write!(

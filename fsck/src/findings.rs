@@ -75,7 +75,7 @@ labels! {
         "another directory replaced this directory: the content of this directory is not used";
     /// A shard's folder is gone.
     SHARD_MISSING = "shard-missing", Problem,
-        "the folder of a shard is missing: it had been flushed before the superblock was written";
+        "the folder of a shard is missing: the folder had been flushed before the superblock was written";
     /// A shard that the superblock does not have.
     SHARD_UNEXPECTED = "shard-unexpected", Problem,
         "the directory contains a folder of a shard that belongs to another directory: a copy, or a folder of another \
@@ -125,7 +125,7 @@ labels! {
         "footer and record are both valid but contradict each other: a writer's defect";
     /// The trailer's totals are not those of the footer.
     TRAILER_DISAGREES = "trailer-disagrees", Problem,
-        "trailer and footer are both valid and contradict each other: a writer's defect";
+        "trailer and footer are both valid but contradict each other: a writer's defect";
     /// A good record that the footer leaves out.
     RECORD_NOT_LISTED = "record-not-listed", Problem,
         "the footer of a segment that was sealed in order lacks a complete record of this generation";

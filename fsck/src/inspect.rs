@@ -198,7 +198,7 @@ fn in_words(found: Found) -> &'static str {
         Found::Newer => "a record of a newer version",
         Found::UnknownKind => "a record of an unknown kind",
         Found::UnknownExtension => "a record with an unknown critical extension",
-        Found::Malformed => "a record that breaks the format",
+        Found::Malformed => "a record that violates the format",
         Found::Stale => "a remainder of an earlier generation",
         Found::Ahead => "a record of a later generation",
         Found::Misdirected => "a record that belongs to another place",

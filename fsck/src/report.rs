@@ -212,8 +212,8 @@ impl Report {
                     };
                     writeln!(
                         out,
-                        "clean as far as it was checked: {segments} segments in use were not checked; `kvarts scrub` has the server \
-                         check their blocks{payloads}"
+                        "clean as far as it was checked: {segments} segments in use were not checked; `kvarts scrub` lets the server \
+                         check the blocks of these segments{payloads}"
                     )?;
                 }
             }
@@ -247,7 +247,10 @@ impl Report {
             writeln!(out, "{what}")?;
         }
         if !remedies.contains(&Remedy::Repair) {
-            return writeln!(out, "Next: do this, then check again; a repair does not help here.");
+            return writeln!(
+                out,
+                "Next: follow these steps, then check again; a repair does not solve these problems."
+            );
         }
         if self.after_dry_run {
             return writeln!(out, "Next: `kvarts fsck --repair DIR` makes these repairs.");
@@ -319,8 +322,8 @@ mod tests {
             assert!(both.contains(says) && both.contains("fsck --repair --dry-run"), "{both}");
         }
         let live = text(&[findings::LIVE_TAIL_SKIPPED, findings::PADDING_TORN]);
-        let unchecked = "clean as far as it was checked: 1 segments in use were not checked; `kvarts scrub` has the server check \
-                         their blocks\n";
+        let unchecked = "clean as far as it was checked: 1 segments in use were not checked; `kvarts scrub` lets the server check \
+                         the blocks of these segments\n";
         assert!(live.contains(unchecked), "{live}");
         assert!(!live.contains("nothing to do"), "an unchecked segment counts as sound: {live}");
         let quick = Report::new(&Checked::default(), Level::Quick, (0, 0.0)).text();

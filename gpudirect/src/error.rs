@@ -75,8 +75,8 @@ impl fmt::Display for DeviceError {
             ),
             Self::Stuck { millis } => write!(
                 f,
-                "a copy did not end within {millis} ms: its memory is not freed before it ends, or the \
-                device is declared lost"
+                "a copy did not end within {millis} ms: the memory of the copy is freed when the copy \
+                ends, or when the device is declared lost"
             ),
             Self::Partial { wanted, moved } => write!(f, "a copy moved {moved} of {wanted} bytes"),
             Self::Misaligned { at, align } => {

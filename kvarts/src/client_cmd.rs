@@ -386,9 +386,9 @@ pub(crate) fn delete(arguments: &DeleteArgs, out: &mut dyn Write) -> Result<(), 
     };
     let target = match arguments.all {
         true => {
-            arguments
-                .sure
-                .ask("all blocks of this identity will be deleted, pinned ones too; this cannot be undone")?;
+            arguments.sure.ask(
+                "all blocks of this identity will be deleted, also pinned blocks; this cannot be undone",
+            )?;
             Target::Namespace
         }
         false => {

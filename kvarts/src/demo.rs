@@ -292,7 +292,7 @@ fn damage(ground: &Ground, prefix: &Prefix<'_>) -> Result<Damage, Failure> {
     let end = ended(prefix)?;
     let reason = end.failures.iter().find(|(at, _)| *at == block);
     let reason = reason.map_or("none".to_owned(), |(_, reason)| match reason {
-        Reason::Digest { expected, found, .. } => format!("digest {found:08x}, {expected:08x} was put"),
+        Reason::Digest { expected, found, .. } => format!("digest {found:08x} instead of {expected:08x}"),
         other => other.to_string(),
     });
     // The server looks at the disk once more before it takes a block out of service.

@@ -375,7 +375,7 @@ pub(crate) fn show(plan: &Plan, told: &Told, out: &mut dyn Write) -> Result<(), 
     let mut times = Table::new(&[("TIME", Align::Left), right("MS")]);
     for (name, ms) in [
         ("load: wait for the first layer", plan.load_ms),
-        ("stall: waits for the others", plan.stall_ms),
+        ("stall: waits for the other layers", plan.stall_ms),
         ("recompute: tokens computed again", plan.recompute_ms),
         ("compute: all computing", plan.compute_ms),
         ("to the first token", plan.ttft_ms),

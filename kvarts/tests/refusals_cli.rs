@@ -96,7 +96,7 @@ fn a_server_that_accepts_and_does_not_answer_is_told_apart_from_one_that_is_away
             let (code, out, error) = asked.join().unwrap();
             assert_eq!(code, 2, "{command:?}: {out}{error}");
             let expected =
-                ["accepts connections and has sent no answer for", "its process is stopped", "`dmesg`"];
+                ["accepts connections but has sent no answer for", "its process is stopped", "`dmesg`"];
             assert!(expected.iter().all(|part| error.contains(part)), "{command:?}: {error}");
         }
     });

@@ -6,6 +6,8 @@ use kvarts_contract::error::Error;
 pub(crate) fn tell(directory: &str, outcome: &Result<u64, Error>) {
     match outcome {
         Ok(blocks) => tracing::warn!(directory, blocks, "the directory is in use again"),
-        Err(why) => tracing::warn!(directory, %why, "the directory stays out of use; it is tried again"),
+        Err(why) => {
+            tracing::warn!(directory, %why, "the directory stays out of use; the server tries it again")
+        }
     }
 }

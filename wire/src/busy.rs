@@ -3,20 +3,20 @@
 
 /// No room for a model: those that are there are all in use.
 pub const MODELS_IN_USE: &str =
-    "the tenant's limit of models is reached, and calls or leases use all of them (end some leases)";
+    "the tenant's limit of models is reached, and calls or leases use all models (end leases)";
 /// No room for a model: the store remembers as many of the tenant as it may.
-pub const MODELS_REMEMBERED: &str = "the store's limit of models of this tenant is reached (delete some; \
+pub const MODELS_REMEMBERED: &str = "the store's limit of models of this tenant is reached (delete models; \
     after a restart models without blocks no longer count)";
 /// The tenant has as many leases as it may.
-pub const LEASES: &str = "the tenant's limit of leases is reached (end some)";
+pub const LEASES: &str = "the tenant's limit of leases is reached (end leases)";
 /// The tenant has as many sessions, or leases of them, as it may.
 pub const SESSIONS: &str = "the tenant's limit of sessions, or of their leases, is reached (close some)";
 /// The session has.
-pub const LEASES_OF_SESSION: &str = "the session's limit of leases is reached (end some)";
+pub const LEASES_OF_SESSION: &str = "the session's limit of leases is reached (end leases)";
 /// A tenant's leases hold as many blocks as they may, as the store says it.
 pub const BLOCKS_HELD: &str = "the tenant's leases and pins hold too many blocks (unlock some)";
 /// All tenants' leases hold as many bytes as they may, as the store says it.
-pub const HELD_BY_ALL: &str = "the limit for leases and pins of all tenants is reached (end some)";
+pub const HELD_BY_ALL: &str = "the limit for leases and pins of all tenants is reached (end leases or pins)";
 /// A tenant has as many connections as it may.
 pub const CONNECTIONS: &str = "the tenant's limit of connections is reached, and each has a call under way";
 /// A connection has one of the places that are kept.

@@ -109,7 +109,7 @@ impl fmt::Display for FormatError {
                 write!(f, "the object has format version {version}: use a newer kvarts")
             }
             Self::Damaged => f.write_str("the object is damaged: its bytes do not match their digest"),
-            Self::Rule(rule) => write!(f, "the object breaks a rule of the format: {rule}"),
+            Self::Rule(rule) => write!(f, "the object violates a rule of the format ({rule})"),
             Self::Frame(error) => write!(f, "a frame: {error}"),
             Self::Block(bad) => write!(f, "{bad}"),
         }

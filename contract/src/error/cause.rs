@@ -283,7 +283,8 @@ impl fmt::Display for DeleteCause {
             Self::TooFew { in_use, all } => {
                 write!(
                     f,
-                    "only {in_use} of {all} directories are in use, so the others could bring deleted blocks back: mount a \
+                    "only {in_use} of {all} directories are in use, so the absent directories could bring \
+                     deleted blocks back: mount a \
                      missing directory again, or replace it with an empty one (kvarts replace)"
                 )
             }
@@ -448,8 +449,8 @@ impl fmt::Display for DirectoryCause {
             }
             Self::TooFew { found, all, first } => write!(
                 f,
-                "only {found} of {all} directories of the store can be used. At least half are needed, because the others could \
-                 bring deleted blocks back; {first}"
+                "only {found} of {all} directories of the store can be used. At least half are needed, because the absent \
+                 directories could bring deleted blocks back; {first}"
             ),
             Self::NotReplaced(at, why) => {
                 write!(f, "directory {at} cannot replace another one: {why}")

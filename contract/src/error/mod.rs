@@ -254,7 +254,7 @@ impl fmt::Display for Reason {
             Self::DeadlinePassed => f.write_str("the deadline passed"),
             Self::Digest { segment, offset, expected, found, .. } => {
                 let place = place(*segment, *offset);
-                write!(f, "{place}: digest {found:08x} instead of {expected:08x}: the block is a miss")
+                write!(f, "{place}: digest {found:08x} instead of {expected:08x}; the block is a miss")
             }
             Self::Header { segment, offset, what, .. } => {
                 write!(f, "{}: {what}; the block is a miss", place(*segment, *offset))
@@ -343,7 +343,7 @@ pub fn broken_invariant(what: &str) {
 /// Where a record lies. No record lies where the header of its segment does: a client is not told where.
 fn place(segment: u32, offset: u64) -> String {
     match offset {
-        0 => "a block (its place is in the server's log)".to_owned(),
+        0 => "a block (the server's log gives its place)".to_owned(),
         offset => format!("segment {segment} at {offset}"),
     }
 }

@@ -77,7 +77,7 @@ pub fn refuse_unsound(store: Option<&Store>, findings: &Findings) -> Result<(), 
     if findings.times(CHECKPOINT_NEWER.name) > 0 {
         let first = findings.notes.iter().find(is_newer).map(|finding| place_of(store, finding));
         return Err(Refusal::Cannot(format!(
-            "nothing was written: {} is from a newer version: use a newer kvarts",
+            "nothing was written, because {} is from a newer version: use a newer kvarts",
             first.unwrap_or_else(|| "a checkpoint".to_owned())
         )));
     }

@@ -54,7 +54,7 @@ pub(crate) fn scrub(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fa
             0 => writeln!(out, "none is damaged")?,
             damaged => writeln!(
                 out,
-                "{} are damaged and are misses from now on; the server's log has their places",
+                "{} are damaged and are misses from now on; the server's log lists their places",
                 grouped(damaged)
             )?,
         }
@@ -72,7 +72,7 @@ pub(crate) fn checkpoint(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(
     client.checkpoint().map_err(Failure::user)?;
     match arguments.server.json {
         true => print(out, &json!({"written": true})),
-        false => Ok(writeln!(out, "a checkpoint is written: the next start is short")?),
+        false => Ok(writeln!(out, "a checkpoint was written and shortens the next start")?),
     }
 }
 
@@ -118,7 +118,7 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
                     "  segments are removed until the store fits; `kvarts budget` shows the progress"
                 )?;
             }
-            writeln!(out, "  the next start takes store.budget of the configuration again")?;
+            writeln!(out, "  the next start uses store.budget from the configuration again")?;
         }
     }
     Ok(())

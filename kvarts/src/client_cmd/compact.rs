@@ -50,7 +50,7 @@ fn show(done: &proto::CompactReply, out: &mut dyn Write) -> Result<(), Failure> 
         let damaged = grouped(done.blocks_damaged);
         writeln!(
             out,
-            "{damaged} blocks are damaged and are misses from now on; the server's log has their places"
+            "{damaged} blocks are damaged and are misses from now on; the server's log lists their places"
         )?;
     }
     Ok(())

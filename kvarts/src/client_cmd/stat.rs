@@ -114,7 +114,7 @@ fn show_other_counts(counts: &Counts, out: &mut dyn Write) -> Result<(), Failure
         writeln!(out, "  {:<28} {:>16}", name.replace('_', " "), grouped(*count))?;
     }
     if !zeros.is_empty() {
-        writeln!(out, "  {} more counters are 0: --json has all", zeros.len())?;
+        writeln!(out, "  {} more counters are 0: --json lists all counters", zeros.len())?;
     }
     Ok(())
 }
@@ -258,7 +258,7 @@ mod tests {
             "blocks looked up and absent 1,234",
             "blocks evicted 0",
             "blocks deduplicated 3",
-            "2 more counters are 0: --json has all",
+            "2 more counters are 0: --json lists all counters",
         ];
         assert_eq!(lines, expected);
     }

@@ -31,7 +31,7 @@ const FIRST_ANSWER: Duration = Duration::from_secs(10);
 /// What to do about a server at `place` that accepts connections and answered nothing for so long.
 pub(crate) fn hung(place: &str, time: Duration) -> String {
     format!(
-        "the server at {place} accepts connections and has sent no answer for {} s, so its process is \
+        "the server at {place} accepts connections but has sent no answer for {} s, so its process is \
         stopped or waits: read its log, its state (`ps -o pid,stat,wchan:32,cmd -C kvarts`: T is stopped, D \
         waits for a disk) and `dmesg`",
         time.as_secs()

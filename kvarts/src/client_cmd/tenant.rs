@@ -72,7 +72,7 @@ fn purge(arguments: &PurgeArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let is_done = there.namespaces > 0 && !arguments.dry_run;
     let gone = if is_done {
         arguments.sure.ask(&format!(
-            "all {blocks} blocks ({size}) of {whose} will be deleted, pinned ones too; this cannot be undone"
+            "all {blocks} blocks ({size}) of {whose} will be deleted, also pinned blocks; this cannot be undone"
         ))?;
         client.purge_tenant(proto::PurgeTenantRequest { dry_run: false, ..request }).map_err(Failure::user)?
     } else {

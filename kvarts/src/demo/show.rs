@@ -41,8 +41,9 @@ pub(super) fn write(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
     )?;
     writeln!(
         out,
-        "2. {} sessions went on from it. Each found the {} blocks of the prefix and stored only its own: {} blocks in all.\n   \
-         There are {} on disk; without sharing there would be {}.",
+        "2. {} sessions continued from this prefix. Each session found the {} blocks of the prefix \
+         and stored only its own: {} blocks in all.\n   \
+         The blocks use {} on disk; without sharing they would use {}.",
         story.sessions,
         story.session_blocks_matched / story.sessions,
         story.session_blocks_stored,
@@ -61,14 +62,15 @@ pub(super) fn write(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
     writeln!(
         out,
         "4. The prefix was read back layer by layer over the {} path, into memory shared with the server, while what had\n   \
-         arrived was used (every byte compared with what was put: {} differ):\n",
+         arrived was used (every byte was compared with the stored bytes: {} differ):\n",
         story.path, story.bytes_differing
     )?;
     timeline(story, out)?;
     let one_by_one = story.read_seconds + story.compute_seconds;
     writeln!(
         out,
-        "\n   Reading took {:.0} ms ({}) and using the layers {:.0} ms: {:.0} ms one after the other, but {:.0} ms overlapped.\n   \
+        "\n   Reading took {:.0} ms ({}) and using the layers {:.0} ms: {:.0} ms one after the \
+         other, but {:.0} ms overlapped.\n   \
          The first layer was available after {:.1} ms.",
         story.read_seconds * 1e3,
         rate(story.prefix_bytes, story.read_seconds),
@@ -97,7 +99,7 @@ pub(super) fn write(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
     for finding in story.fsck_findings.iter().take(4) {
         writeln!(out, "     {finding}")?;
     }
-    Ok(writeln!(out, "\nAll of it took {:.1} s.", story.seconds)?)
+    Ok(writeln!(out, "\nThe demonstration took {:.1} s.", story.seconds)?)
 }
 
 /// Draws each layer over time: `-` until it has arrived, `#` while it is used.
@@ -111,5 +113,5 @@ fn timeline(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
         let line = "-".repeat(arrived) + &" ".repeat(began.saturating_sub(arrived)) + &"#".repeat(used);
         writeln!(out, "   {:>5} {line}", layer.layer)?;
     }
-    Ok(writeln!(out, "         -: on its way from disk    #: used")?)
+    Ok(writeln!(out, "         -: being read from disk    #: used")?)
 }

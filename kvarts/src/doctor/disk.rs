@@ -66,7 +66,7 @@ fn file_system(name: &str, magic: u64) -> Finding {
     match magic {
         0xEF53 => Finding::good(check, "ext4"),
         0x5846_5342 => Finding::good(check, "XFS"),
-        0x0102_1994 => Finding::better(check, "tmpfs", "everything is lost at a reboot: use a disk"),
+        0x0102_1994 => Finding::better(check, "tmpfs", "all blocks are lost at a reboot: use a disk"),
         0x9123_683E => Finding::better(
             check,
             "btrfs",
@@ -125,7 +125,7 @@ fn direct_io(name: &str, opened: io::Result<()>) -> Finding {
         Err(error) => Finding::better(
             check,
             format!("no: {error}"),
-            "reads go through the kernel's cache, at a second copy: use ext4 or XFS",
+            "reads go through the kernel's cache and need a second copy: use ext4 or XFS",
         ),
     }
 }
@@ -189,7 +189,7 @@ fn speed(name: &str, bytes: u64, times: io::Result<(Duration, Duration)>) -> Fin
             check,
             found,
             "a load may be slower than computing: `kvarts plan break-even` prints the speed from which a \
-            load pays; NVMe drives read 3,000 MiB/s and more",
+            load is faster; NVMe drives read 3,000 MiB/s and more",
         )
     } else {
         Finding::good(check, found)

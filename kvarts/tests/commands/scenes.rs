@@ -130,7 +130,7 @@ const CLIENTS: &[Step] = &[
         .standing_for("kvarts scrub"),
     step("kvarts scrub | compact | checkpoint | budget | reload | drain", &[])
         .standing_for("kvarts compact"),
-    step("kvarts scrub | compact | checkpoint | budget | reload | drain", &["a checkpoint is written"])
+    step("kvarts scrub | compact | checkpoint | budget | reload | drain", &["a checkpoint was written"])
         .standing_for("kvarts checkpoint"),
     step("kvarts scrub | compact | checkpoint | budget | reload | drain", &["256 MiB"])
         .standing_for("kvarts budget"),
@@ -154,7 +154,7 @@ const PLANNING: &[Step] = &[
     ),
     step(
         "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --stored 28672 --disk 12",
-        &["GROUP", "load from disk", "boundary: token ", "the shorter load chosen here gives", "729.0"],
+        &["GROUP", "load from disk", "boundary: token ", "the shorter load gives", "729.0"],
     ),
     step(
         "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --stored 28672 --disk 2.75 --overlap none",
@@ -392,7 +392,7 @@ const CERTIFICATES: &[Step] = &[
 
 /// As they stand, from the repository, with builds of their own.
 const CARGO: &[Step] = &[
-    step("cargo run --release -- demo", &["All of it took "])
+    step("cargo run --release -- demo", &["The demonstration took "])
         .standing_for("cd $ROOT && exec cargo run --release --locked -- demo"),
     step("cargo install --path kvarts", &[])
         .standing_for("root=$PWD; cd $ROOT && cargo install --path kvarts --locked --root $root && $root/bin/kvarts --version"),

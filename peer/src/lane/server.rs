@@ -169,8 +169,8 @@ fn accept(serving: &Arc<Serving>, listener: &TcpListener) {
         // ends: `end` closes the listener
         match listener.accept() {
             Ok((stream, _)) => begin(serving, Arc::new(Plain::new(stream))),
-            Err(error) if serving.is_stopping() => tracing::debug!(%error, "the limit of connections of \
-                peers is reached"),
+            Err(error) if serving.is_stopping() => tracing::debug!(%error, "the limit of peer connections \
+                is reached"),
             Err(error) => {
                 tracing::warn!(%error, "a connection of a peer could not be accepted");
                 serving.changed.answer();

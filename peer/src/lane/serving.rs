@@ -89,7 +89,7 @@ impl Registry {
     fn admit(&mut self, number: u64, node: StoreId, most: usize) -> Result<(), &'static str> {
         let has_place = self.unproven.remove(&number);
         if self.members.as_ref().is_some_and(|members| !members.contains(&node)) {
-            return Err("the other node is no member of the cluster");
+            return Err("the other node is not a member of the cluster");
         }
         if !has_place || self.nodes.len() >= most {
             return Err("the limit of connected peers is reached");

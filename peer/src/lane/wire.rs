@@ -136,7 +136,7 @@ impl fmt::Display for Broken {
         match self {
             Self::Gone => f.write_str("the connection has ended"),
             Self::Silent => f.write_str("the other node does not respond"),
-            Self::Protocol(what) => write!(f, "the other node broke the protocol: {what}"),
+            Self::Protocol(what) => write!(f, "the other node violated the protocol ({what})"),
             Self::Refused(what) => write!(f, "the two nodes do not belong to one cluster: {what}"),
         }
     }

@@ -249,7 +249,7 @@ impl Nodes for Holder {
                 node.members().get(from).ok_or_else(|| {
                     Status::permission_denied(
                         "the other node is no \
-                    member any more",
+                    longer a member",
                     )
                 })?;
                 node.known(&asked?).await

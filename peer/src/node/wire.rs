@@ -33,7 +33,7 @@ pub(super) fn node(bytes: &[u8]) -> Result<NodeId, Malformed> {
 pub(super) fn tag_slice(bytes: &[u8]) -> Result<&[[u8; 16]], Malformed> {
     match bytes.as_chunks::<16>() {
         (tags, []) if tags.len() <= TAGS_MAX => Ok(tags),
-        _ => Err(Malformed("tags: each tag needs 16 bytes, but the limit is 65,536 tags")),
+        _ => Err(Malformed("tags: each tag needs 16 bytes, and at most 65,536 tags are allowed")),
     }
 }
 

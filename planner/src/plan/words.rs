@@ -62,7 +62,7 @@ impl fmt::Display for Reason {
             Self::Shorter { longest_tokens, longest_ms, ms } => write!(
                 f,
                 "a load up to token {longest_tokens} gives {longest_ms:.1} ms to the first token; the \
-                shorter load chosen here gives {ms:.1} ms"
+                shorter load gives {ms:.1} ms"
             ),
             Self::Slower { longest_tokens, longest_ms, ms } => write!(
                 f,

@@ -48,8 +48,8 @@ fn fault(refused: Refused) -> Fault {
             "another block is at this position, or another session has this number: fork the session instead",
         ),
         Refused::Grants => Fault::malformed(
-            "the session's limit of leases is reached: extend the session from the first of its own blocks, \
-            with all of them",
+            "the session's limit of leases is reached: extend the session from its own first block, with all \
+            of its own blocks",
         ),
         Refused::Depth => Fault::malformed("the chain of forked sessions is too long: open a new session"),
         Refused::Full => Fault::busy(busy::SESSIONS),

@@ -60,8 +60,8 @@ fn decode_starts(text: &str) -> Option<u32> {
 fn count_start(directory: &Path) -> Result<u64, String> {
     let path = directory.join(STARTS_FILE);
     let told = |what: &dyn std::fmt::Display| format!("{}: {what}", path.display());
-    let damaged = "the file is damaged: remove it after this node has been stopped for 69 s, because its \
-        leases may be valid so long";
+    let damaged = "the file is damaged: remove the file after this node has been stopped for 69 s, because \
+        its leases may be valid for this time";
     let before = match std::fs::metadata(&path).map(|found| found.len()) {
         Ok(1..=STARTS_BYTES_MAX) => {
             let text = std::fs::read_to_string(&path).map_err(|error| told(&error))?;

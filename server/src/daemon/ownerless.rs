@@ -15,11 +15,15 @@ pub(super) fn note(state: &ServerState) -> Option<String> {
         sums
     });
     let told = |what: &str, (blocks, size): (u64, u64), advice: &str| {
-        format!("{} blocks with {} {what}: no client can find them; {advice}", grouped(blocks), bytes(size))
+        format!(
+            "{} blocks with {} {what}: no client can find these blocks; {advice}",
+            grouped(blocks),
+            bytes(size)
+        )
     };
     let unsalted = sums.get(&true).map(|&sum| {
-        let advice = "`unsalted = true` in the [[tenants]] of one tenant gives them to that tenant, `kvarts \
-            tenant purge --unsalted` deletes them";
+        let advice = "`unsalted = true` in the [[tenants]] of one tenant assigns the blocks to that tenant, \
+            `kvarts tenant purge --unsalted` deletes the blocks";
         told("were stored while no tokens were required", sum, advice)
     });
     let others = sums.get(&false).map(|&sum| {
@@ -27,7 +31,7 @@ pub(super) fn note(state: &ServerState) -> Option<String> {
             true => "belong to tenants, but this server requires no tokens",
             false => "belong to tenants without a token in this configuration",
         };
-        told(what, sum, "configure their tenants again, or delete them with `kvarts tenant purge NAME`")
+        told(what, sum, "configure the tenants again, or delete the blocks with `kvarts tenant purge NAME`")
     });
     let said: Vec<String> = unsalted.into_iter().chain(others).collect();
     (!said.is_empty()).then(|| said.join("; "))

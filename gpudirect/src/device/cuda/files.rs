@@ -268,8 +268,8 @@ fn told(call: &'static str, said: Said) -> Result<(), DeviceError> {
         Said { code, cuda } => Err(DeviceError::Call {
             call,
             why: format!(
-                "cuFile failed with error {code}, the driver with \
-                {cuda}"
+                "cuFile failed with error {code}, and the driver \
+                with error {cuda}"
             ),
         }),
     }

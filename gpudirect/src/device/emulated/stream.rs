@@ -213,7 +213,7 @@ fn serve(core: &Core, inbox: &Receiver<Op>) {
             Op::Slots(op) => {
                 core.pace.sleep_until(core.pace.now().plus(op.time));
                 if !op.run(core) {
-                    let lost = DeviceError::Lost("an illegal address was met".to_owned());
+                    let lost = DeviceError::Lost("the device accessed an illegal address".to_owned());
                     core.lose(lost.clone());
                     failed = Err(lost);
                 }

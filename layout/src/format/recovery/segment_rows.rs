@@ -139,8 +139,8 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
             "trailer-damaged-rescan",
             Severity::Problem,
             Decision::Rescan,
-            "the last page is no valid trailer, though only trailers are written there and a sector is never \
-            torn",
+            "the last page is not a valid trailer, although only trailers are written to this page and a sector \
+            is never torn",
         ),
         header: SOUND,
         trailer: &[T::Damaged],

@@ -163,7 +163,7 @@ pub(crate) fn not_given(error: LeaseError) -> Reason {
         LeaseError::Cap { limit, wanted } => Reason::PinCap { limit, wanted },
         LeaseError::Blocks => Reason::Busy("the tenant's leases and pins hold too many blocks (unlock some)"),
         LeaseError::Together => {
-            Reason::Busy("the limit for leases and pins of all tenants is reached (end some)")
+            Reason::Busy("the limit for leases and pins of all tenants is reached (end leases or pins)")
         }
         LeaseError::Expired => Reason::Bug("a lease ended while it was being made"),
     }
