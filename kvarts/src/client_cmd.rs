@@ -98,7 +98,7 @@ pub(crate) struct WatchArgs {
     /// Stop after this number of events [default: never]
     #[arg(long)]
     count: Option<u64>,
-    /// First what is here, then what happens; after a gap again
+    /// First list the stored blocks, then print events; after a gap list the blocks again
     #[arg(long)]
     snapshot: bool,
     #[command(flatten)]

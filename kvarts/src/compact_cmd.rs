@@ -62,7 +62,7 @@ pub(crate) struct CompactArgs {
     /// Do not merge small records
     #[arg(long, requires = "directories")]
     no_merge: bool,
-    /// Compress records without recent use, if that makes them smaller
+    /// Compress records without recent use, if the compressed records are smaller
     #[arg(long, requires = "directories")]
     zstd: bool,
     /// With --zstd: the time without use, in seconds

@@ -31,7 +31,7 @@ enum GpuCommand {
 
 #[derive(Args, Debug)]
 struct ProbeArgs {
-    /// emulated or cuda:N [default: cuda:0 if there is one, else emulated]
+    /// emulated or cuda:N [default: cuda:0 if it exists, otherwise emulated]
     #[arg(long)]
     device: Option<DeviceName>,
     /// Path from files to the device: auto, direct, compatibility or staging

@@ -17,7 +17,7 @@ pub(crate) struct HealthArgs {
     /// The server's metrics address
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:7441")]
     metrics: SocketAddr,
-    /// Whether a restart is the cure, because an executor has died; not whether the server takes writes
+    /// Check only whether a restart is needed because an executor has died, not whether the server accepts writes
     #[arg(long)]
     alive: bool,
     /// Print one JSON object

@@ -13,7 +13,7 @@ use crate::serve_cmd::ServeArgs;
 /// The arguments of `init`.
 #[derive(Args, Debug)]
 pub(crate) struct InitArgs {
-    /// The directories of the store, separated by commas, one for each device [default: those of the configuration]
+    /// The directories of the store, separated by commas, one for each device [default: the directories of the configuration]
     #[arg(value_name = "DIRS")]
     at: Option<String>,
     /// Print only this node's entry for the file of members, with the address where the other nodes reach it

@@ -18,7 +18,7 @@ const BUDGET: u64 = 1 << 50;
 /// The arguments of `replace`.
 #[derive(Args, Debug)]
 pub(crate) struct ReplaceArgs {
-    /// The empty directories, all of them named by --dir or the configuration; as many as are lost
+    /// The empty directories, one for each lost directory; --dir or the configuration must name all of them
     #[arg(required = true, value_name = "DIR")]
     empty: Vec<PathBuf>,
     /// Print one JSON object

@@ -21,7 +21,7 @@ pub(super) struct FsckArgs {
     /// Check manifests, indexes and lengths only, without reading blocks
     #[arg(long)]
     quick: bool,
-    /// Rebuild lost indexes from their packs, and drop packs that are absent or have deleted blocks from the manifests
+    /// Rebuild lost indexes from their packs, and drop packs that are absent or contain deleted blocks from the manifests
     #[arg(long)]
     repair: bool,
     #[command(flatten)]

@@ -31,10 +31,10 @@ pub(crate) struct DoctorArgs {
     /// The bucket of a cold tier, tested with one small object: s3://BUCKET/PREFIX or file:///DIRECTORY
     #[arg(long, value_name = "URL")]
     bucket: Option<String>,
-    /// An engine: check that it has the interfaces that the connectors of Kvarts need
+    /// An engine: check that the engine provides the interfaces that the connectors of Kvarts need
     #[arg(long, value_name = "ENGINE", value_parser = ["vllm", "sglang", "lmcache"])]
     engine: Option<String>,
-    /// The Python that has the engine, and Kvarts' module
+    /// The Python in which the engine and Kvarts' module are installed
     #[arg(long, value_name = "FILE", default_value = "python3")]
     python: PathBuf,
     /// Print one JSON object

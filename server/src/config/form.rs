@@ -165,13 +165,13 @@ settings! {
     directories, "store", "directories", "KVARTS_STORE_DIRECTORIES", "dir", "DIRS", "./kvarts-data";
     /// Largest size of the store on disk, in bytes such as 64G, or as a part of the disks such as 90%
     budget, "store", "budget", "KVARTS_STORE_BUDGET", "budget", "SIZE|PERCENT", "80% of the free space";
-    /// Size of a segment file of a new store; an existing store keeps its own
+    /// Size of a segment file of a new store; an existing store keeps its size
     segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment", "SIZE", "256 MiB";
     /// Shards in each directory of a new store; each is served by one executor
     shards, "store", "shards", "KVARTS_STORE_SHARDS", "shards", "NUMBER", "by the budget, 2 to 16";
     /// Eviction policy of a full store: weighted or lru
     policy, "store", "policy", "KVARTS_STORE_POLICY", "policy", "NAME", "weighted";
-    /// Bytes written in a day; beyond them only blocks that were put before are stored
+    /// Limit of bytes written in a day; beyond the limit only blocks that were put before are stored
     endurance, "store", "endurance", "KVARTS_STORE_ENDURANCE", "endurance", "SIZE", "no limit";
     /// Number of executors of the engine
     executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2 a directory, of an eighth of the cores";
@@ -203,7 +203,7 @@ settings! {
     client_authority, "tls", "client_authority", "KVARTS_TLS_CLIENT_AUTHORITY", "tls-client-authority", "FILE", "none";
     /// Memory for requests, in bytes
     memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory", "SIZE", "256 MiB";
-    /// Part of that memory for the tile cache, while no request needs it; 0 for none
+    /// Part of the memory for requests that the tile cache may use while no request needs it; 0 for none
     cache, "limits", "cache", "KVARTS_LIMITS_CACHE", "cache", "SIZE", "all of it";
     /// Limit of the memory that local clients share with the server
     shared, "limits", "shared", "KVARTS_LIMITS_SHARED", "shared", "SIZE", "a quarter of the memory, at most 64 GiB";
@@ -219,9 +219,9 @@ settings! {
     cluster_name, "cluster", "name", "KVARTS_CLUSTER_NAME", "cluster-name", "NAME", "kvarts";
     /// The shared secret of the cluster's nodes: a file of 32 bytes or more
     cluster_secret, "cluster", "secret", "KVARTS_CLUSTER_SECRET", "cluster-secret", "FILE", "none";
-    /// This node's certificate chain for other nodes, a PEM file; it names kvarts- and the node's id
+    /// This node's certificate chain for other nodes, a PEM file; its DNS name is kvarts- and the node's id
     cluster_certificate, "cluster", "certificate", "KVARTS_CLUSTER_CERTIFICATE", "cluster-certificate", "FILE", "none";
-    /// The key of that certificate, a PEM file
+    /// The key of this node's certificate, a PEM file
     cluster_key, "cluster", "key", "KVARTS_CLUSTER_KEY", "cluster-key", "FILE", "none";
     /// The authority of the nodes' certificates, a PEM file
     cluster_authority, "cluster", "authority", "KVARTS_CLUSTER_AUTHORITY", "cluster-authority", "FILE", "none";
@@ -231,23 +231,23 @@ settings! {
     cluster_zone, "cluster", "zone", "KVARTS_CLUSTER_ZONE", "cluster-zone", "NAME", "none";
     /// With etcd: seconds after which an unreachable node is removed from the members
     cluster_lease, "cluster", "lease", "KVARTS_CLUSTER_LEASE", "cluster-lease", "SECONDS", "15";
-    /// With etcd: the authority of its certificate, a PEM file; enables TLS to etcd
+    /// With etcd: the authority of etcd's certificate, a PEM file; enables TLS to etcd
     cluster_etcd_authority, "cluster", "etcd_authority", "KVARTS_CLUSTER_ETCD_AUTHORITY", "cluster-etcd-authority", "FILE", "none";
     /// With etcd: this node's certificate chain for etcd, a PEM file
     cluster_etcd_certificate, "cluster", "etcd_certificate", "KVARTS_CLUSTER_ETCD_CERTIFICATE", "cluster-etcd-certificate", "FILE", "none";
-    /// With etcd: the key of that certificate, a PEM file
+    /// With etcd: the key of this node's certificate for etcd, a PEM file
     cluster_etcd_key, "cluster", "etcd_key", "KVARTS_CLUSTER_ETCD_KEY", "cluster-etcd-key", "FILE", "none";
     /// With etcd: a file with this node's name and password for etcd, as NAME:PASSWORD
     cluster_etcd_password, "cluster", "etcd_password", "KVARTS_CLUSTER_ETCD_PASSWORD", "cluster-etcd-password", "FILE", "none";
     /// Address on which this node serves other nodes
     cluster_listen, "cluster", "listen", "KVARTS_CLUSTER_LISTEN", "cluster-listen", "ADDRESS", "this node's address among the members";
-    /// Port of the same address for the blocks that other nodes read: set it if a firewall is between the nodes
+    /// Port of this node's address for the blocks that other nodes read: set the port if a firewall is between the nodes
     cluster_lane_port, "cluster", "lane_port", "KVARTS_CLUSTER_LANE_PORT", "cluster-lane-port", "NUMBER", "any that is free";
     /// Largest number of copies in this node's part of the directory, 20 bytes each
     cluster_entries, "cluster", "entries", "KVARTS_CLUSTER_ENTRIES", "cluster-entries", "NUMBER", "16000000";
     /// Limit of the bytes a second served to other nodes
     cluster_serve_rate, "cluster", "serve_rate", "KVARTS_CLUSTER_SERVE_RATE", "cluster-serve-rate", "SIZE", "no limit";
-    /// Puts of blocks that another node has: store, keep (for a time) or single (written nowhere else)
+    /// Handling of puts of blocks that another node stores: store, keep (for a time) or single (not written)
     cluster_put, "cluster", "put", "KVARTS_CLUSTER_PUT", "cluster-put", "NAME", "store";
     /// Reads a second from which a block of another node is copied to this node, or 0 for never
     cluster_hot_reads, "cluster", "hot_reads", "KVARTS_CLUSTER_HOT_READS", "cluster-hot-reads", "NUMBER", "8";
