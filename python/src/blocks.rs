@@ -50,8 +50,9 @@ impl<T: Copy> Each<T> {
 
     /// The number of one key of those that are read one after the other.
     fn of(&self, py: Python<'_>, argument: &str, at: usize) -> PyResult<T> {
-        self.get(at)
-            .ok_or_else(|| invalid(py, argument, format!("only {at} values were given, but more keys")))
+        self.get(at).ok_or_else(|| {
+            invalid(py, argument, format!("only {at} values were given: give one value for each key"))
+        })
     }
 
     /// Refuses more numbers than keys.

@@ -206,7 +206,7 @@ impl fmt::Display for SpaceCause {
                  evictions: raise the limit (`ulimit -n`, LimitNOFILE), or {END_PINS}"
             ),
             Self::Remote(cause) if cause.is_empty() => {
-                f.write_str("the limit is reached that this answer reports for an earlier block")
+                f.write_str("the limit that this answer gives for an earlier block is reached")
             }
             Self::Remote(cause) => f.write_str(cause),
         }
