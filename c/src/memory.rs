@@ -128,7 +128,9 @@ extern "C" fn kvarts_memory_register(
         let end = start.checked_add(nbytes).and_then(|end| end.checked_next_multiple_of(PAGE));
         let end = end.filter(|_| start > 0 && nbytes > 0).ok_or_else(cannot)?;
         let registered = Registered::new(start..start + nbytes).ok_or_else(|| {
-            wrong(format!("{nbytes} bytes at {address:p}: these bytes overlap another registered memory"))
+            wrong(format!(
+                "{nbytes} bytes at {address:p}: these bytes overlap memory that is already registered"
+            ))
         })?;
         // SAFETY: the header: these bytes stay mapped for as long as a transfer may use them; a page of which some bytes are mapped is mapped
         // whole, and `Memory::part` gives these bytes alone.

@@ -194,7 +194,7 @@ fn where_holes_are_coarser_than_a_page_what_was_evicted_never_becomes_damage() {
         assert!(counts.segments_recycled > 3 && counts.blocks_evicted > 30, "{counts:?}");
         assert_eq!(counts.bytes_punched, 0, "units of {unit}");
         let facts = drive(&world, stage.engine().io()).unwrap().unwrap();
-        let told = |line: &String| line.contains("cannot punch single pages of 4096 bytes");
+        let told = |line: &String| line.contains("cannot punch holes of 4096 bytes");
         assert!(facts.iter().all(|(facts, _)| facts.warnings.iter().any(told)), "{facts:?}");
         for n in here(&desk, 0..400) {
             desk.expect(pages(), &desk.keys(n..n + 1), 1);

@@ -49,7 +49,9 @@ impl PlanArgs {
             (Some(device), _) => Some(device.as_str()),
             (None, Some(_)) => None,
             (None, None) => {
-                return Err(Failure::user("the times of the engine are required: --device or --samples"));
+                return Err(Failure::user(
+                    "the compute times of the engine are required: name its device (--device), or give measured times (--samples)",
+                ));
             }
         };
         let roofline = |device: &str| {

@@ -345,7 +345,10 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
         other => return Err(format!("{other:?} is not a unit of time: use s, m, h or d")),
     };
     let number: u64 = digits.parse().map_err(|_| format!("{text:?} is not a time: write 90s or 12h"))?;
-    let seconds = number.checked_mul(each).filter(|&seconds| seconds > 0);
+    if number == 0 {
+        return Err(format!("the time {text:?} is zero: write a longer time, such as 90s"));
+    }
+    let seconds = number.checked_mul(each);
     seconds.map(Duration::from_secs).ok_or_else(|| format!("the time {text:?} is too long"))
 }
 

@@ -136,7 +136,7 @@ impl ClusterNode {
         })?;
         match self.members().get(from) {
             Some(_) if from != self.me => Ok(from),
-            _ => Err(Status::permission_denied(format!("{from} is not one of the other members"))),
+            _ => Err(Status::permission_denied(format!("node {from} is not another member of this cluster"))),
         }
     }
 }

@@ -38,8 +38,8 @@ impl fmt::Display for SampleError {
             Self::Twice(one, other) => {
                 write!(
                     f,
-                    "samples {one} and {other} have the same tokens: replace them by one sample with \
-                    their median"
+                    "samples {one} and {other} have the same token counts: replace them by one sample with \
+                    the median of their times"
                 )
             }
             Self::NoFit => write!(

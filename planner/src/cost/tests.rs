@@ -94,7 +94,10 @@ fn samples_that_say_nothing_are_refused_by_their_place() {
     }
     assert!(refused(&[sample(5, 0, 1.0)]).starts_with("sample 1: "));
     let twice = refused(&[sample(1, 2, 3.0), sample(2, 2, 3.0), sample(1, 2, 4.0)]);
-    assert_eq!(twice, "samples 1 and 3 have the same tokens: replace them by one sample with their median");
+    assert_eq!(
+        twice,
+        "samples 1 and 3 have the same token counts: replace them by one sample with the median of their times"
+    );
 }
 
 #[test]

@@ -243,7 +243,7 @@ impl ColdTier {
                 sentence
             }
             Ok(Err(error)) => {
-                format!("the cold tier is {bucket}; the test for writing failed: {error}")
+                format!("the write test of the cold tier {bucket} failed: {error}")
             }
             Err(_) => {
                 format!("the cold tier is {bucket}; the test for writing did not finish in time")

@@ -48,7 +48,7 @@ impl Space {
     pub(crate) fn note_of_holes(&self) -> Option<String> {
         self.no_holes.get().then(|| {
             format!(
-                "the file system of directory {} cannot punch single pages of {PAGE} bytes, so eviction frees whole segments and keeps fewer recently used blocks; use a directory on ext4 or xfs with blocks of {PAGE} bytes",
+                "the file system of directory {} cannot punch holes of {PAGE} bytes, so eviction frees whole segments and also removes recently used blocks; use a directory on ext4 or xfs with blocks of {PAGE} bytes",
                 self.volume.dir.0
             )
         })
