@@ -95,7 +95,7 @@ fn the_quick_start_ends_with_equal_bytes_as_it_stands_on_its_page() {
     );
     assert!(told.contains("revision is \"demo\" in the store but \"demi\" in the request"), "{told}");
     let json = terminal.run(&format!("kvarts match {asked} --json; test $? = 1"));
-    assert!(json.contains("\\\"demi\\\" here") && json.contains("\"namespace\": null"), "{json}");
+    assert!(json.contains("\\\"demi\\\" in the request") && json.contains("\"namespace\": null"), "{json}");
     let models = terminal.run("kvarts ls");
     assert!(models.contains("demo") && !models.contains("demi"), "a match registers nothing: {models}");
     let missed = terminal.run(&format!("kvarts get --to NONE {asked}; test $? = 1 && test ! -e NONE"));

@@ -328,6 +328,6 @@ fn a_directory_that_lost_everything_is_not_made_anew_beside_one_that_was_in_use(
     disks[1] = kvarts_fsck::disk::MemoryDisk::default();
     let opened = reopen(Seed(2), &config, &options, media(&disks)).unwrap();
     let out = opened.store.health().out;
-    assert!(out[&1].contains("directory 1 is empty, and other directories have a store"), "{out:?}");
+    assert!(out[&1].contains("directory 1 is empty, but other directories have a store"), "{out:?}");
     assert!(directories(&opened.world.kill()).get(1).is_none_or(|disk| disk.files().is_empty()));
 }

@@ -214,7 +214,7 @@ const OFFLINE: &[Step] = &[
     step("kvarts compact DIR", &[]),
     lay(TWO_DISKS),
     lay("rm -r two"),
-    step("kvarts replace DIR --dir DIRS", &["two is part of the store now"])
+    step("kvarts replace DIR --dir DIRS", &["two is now part of the store"])
         .standing_for("kvarts replace two --dir one,two"),
 ];
 
