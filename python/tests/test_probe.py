@@ -266,7 +266,7 @@ class Plugin(unittest.TestCase):
             setattr(other, name, "own")
             with self.assertLogs("kvarts", "WARNING") as logs:
                 self.assertEqual(other.create_engine_config()[0], "own" if name == "kv_transfer_config" else None)
-            self.assertIn("is not used", logs.output[0])
+            self.assertIn("is ignored", logs.output[0])
 
     def test_the_variable_may_say_all_of_it(self):
         found = vllm_plugin.configuration('{"connector": "Kvarts", "server": "s", "cpu_bytes_to_use": 5}')

@@ -111,7 +111,7 @@ impl fmt::Display for ImportError {
             Self::Json { line, column, message } => {
                 write!(f, "line {line}, column {column}: the text is not valid JSON: {message}")
             }
-            Self::Missing { field, what } => write!(f, "{field}: the field is missing, and {what} is needed"),
+            Self::Missing { field, what } => write!(f, "{field}: the field is missing; it gives {what}"),
             Self::Value { field, found, expected } => {
                 write!(f, "{field}: found {found}; expected {expected}")
             }

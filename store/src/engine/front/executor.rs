@@ -47,6 +47,9 @@ use kvarts_contract::{
 };
 use kvarts_contract::{class::Class, clock::Nanos};
 
+/// A shard that was given up, for as long as a task knows of it, and its files, to be closed then.
+type Leaving = (Weak<Volume>, Rc<RefCell<Vec<FileId>>>);
+
 struct Executor {
     rt: Rc<dyn Runtime>,
     driver: Rc<Driver>,
@@ -67,7 +70,7 @@ struct Executor {
     unregistered: Cell<Option<Arc<Region>>>,
     not_registered: Rc<RefCell<Option<String>>>,
     /// What it gave up of directories that are to come back, with the files of it that are still open.
-    leaving: RefCell<Vec<(Weak<Volume>, Rc<RefCell<Vec<FileId>>>)>>,
+    leaving: RefCell<Vec<Leaving>>,
     vigil: Vigil,
 }
 
@@ -305,7 +308,7 @@ impl Executor {
             }
             self.rt.sleep_until(self.rt.clock().now().plus(GIVEN_UP_LOOK)).await;
         }
-        let is_over = |(volume, _): &mut (Weak<Volume>, _)| volume.strong_count() == 0;
+        let is_over = |(volume, _): &mut Leaving| volume.strong_count() == 0;
         let over: Vec<_> = self.leaving.borrow_mut().extract_if(.., is_over).collect();
         for file in over.into_iter().flat_map(|(_, files)| files.take()) {
             // One that cannot be closed is open until the store is.
