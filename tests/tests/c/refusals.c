@@ -99,7 +99,7 @@ static void memories(kvarts_memory **page) {
   size_t overlaps[][2] = {{0, 34}, {33, PAGES * PAGE}, {33 + PAGE, PAGE}, {32 + PAGES * PAGE, 2}, {0, sizeof own}};
   for (size_t n = 0; n < sizeof overlaps / sizeof *overlaps; n++) {
     IS(kvarts_memory_register(own + overlaps[n][0], overlaps[n][1], &none), KVARTS_INVALID);
-    SAYS("another registered memory");
+    SAYS("already registered");
   }
   IS(none == NULL, true);
   size_t beside[][2] = {{0, 33}, {33 + PAGES * PAGE, 31}};
