@@ -62,13 +62,13 @@ pub const BUGS: &[Bug] = &[
         "R22",
         "tombstones are forgotten while records that they kill are on disk",
     )
-    .at(3),
+    .at(9),
     bug("first-chunk-alone", "R22", "a checkpoint lists the first chunk of its tombstones and no other")
         .at(97),
     bug("sequence-not-restored", "R22", "sequences start over after a recovery").at(12),
     bug("move-without-compare", "R22", "compaction switches the index without a check of its present entry")
-        .at(266),
-    bug("first-shard-wins", "R13", "of copies in two shards the one counts that is recovered first"),
+        .at(11),
+    bug("first-shard-wins", "R13", "of copies in two shards the one counts that is recovered first").at(75),
     bug("torn-tail-adopted", "R1", "recovery adopts records without a check of their payloads"),
     bug("checkpoint-over-the-newest", "R26", "a checkpoint is written over the newest whole one").at(1),
     bug(
@@ -76,15 +76,15 @@ pub const BUGS: &[Bug] = &[
         "R26",
         "a checkpoint's header is written before the rest of it is durable",
     ),
-    bug("trailer-before-footer", "R26", "the trailer is durable before the footer that it names"),
+    bug("trailer-before-footer", "R26", "the trailer is durable before the footer that it names").at(1),
     bug(
         "lost-header-not-written",
         "R26",
         "recovery seals a segment whose header never arrived, and leaves it without",
     )
-    .at(2),
+    .at(4),
     bug("delete-not-durable", "R22", "a delete is acknowledged before its tombstones are flushed").at(4),
-    bug("generation-reused", "R22", "a segment is rewritten under the generation that it had").at(6),
+    bug("generation-reused", "R22", "a segment is rewritten under the generation that it had").at(31),
     bug("stored-length-wrong", "R22", "an encoded chunk is recorded with another length than it has"),
     bug("digest-not-compared", "R6", "chunks are served without a check of their digests").at(26),
     bug("decoded-digest-not-compared", "R6", "decoded chunks are served without a check of their digests")
@@ -93,25 +93,25 @@ pub const BUGS: &[Bug] = &[
     bug("fsck-skips-digests", "R6", "the checker reads payloads and does not compare their digests").at(26),
     bug("fsck-skips-padding", "R6", "the checker does not look at padding").at(66),
     bug("fsck-calls-damage-torn", "R6", "the checker takes damage below what was flushed for a torn tail")
-        .at(155),
+        .at(148),
     bug(
         "rescan-forgets-holes",
         "R6",
         "recovery takes evicted blocks of a segment without a footer for torn or live ones",
     )
-    .at(8811),
+    .at(187),
     bug(
         "fsck-forgets-holes",
         "R6",
         "the checker takes evicted blocks of a segment without a footer for damaged ones",
     )
-    .at(8811),
+    .at(2658),
     bug("tag-not-compared", "R7", "a record counts without its tag: a client can forge one").at(9),
-    bug("position-not-compared", "R7", "a sound structure counts wherever it lies").at(62),
+    bug("position-not-compared", "R7", "a sound structure counts wherever it lies").at(79),
     bug("fsck-misses-lost-files", "R7", "the checker does not miss a segment that the checkpoint knows")
         .at(3),
     bug("repair-keeps-damaged", "R7", "a repair lists what the old footer lists, damaged records too").at(5),
-    bug("repair-drops-good", "R7", "a repair drops good records").at(27),
+    bug("repair-drops-good", "R7", "a repair drops good records").at(29),
     bug(
         "repair-costs-neighbours",
         "R7",
@@ -199,7 +199,7 @@ pub const BUGS: &[Bug] = &[
     bug("holes-filled-again", "R32", "holes of evicted blocks in a scanned segment are filled again").at(14),
     bug("repair-syncs-last", "R7", "a repair flushes once, behind all that it writes").at(5),
     bug("device-not-asked", "R32", "puts evict blocks while writes fail"),
-    bug("barren-segments-stay", "R32", "segments that failed at their beginning are not used again").at(237),
+    bug("barren-segments-stay", "R32", "segments that failed at their beginning are not used again").at(307),
     bug(
         "latch-lifted-unproven",
         "R32",
@@ -236,7 +236,7 @@ pub const BUGS: &[Bug] = &[
         "a read ends without its other blocks where one drive does not answer",
     ),
     bug("one-lane", "R43", "requests to a silent drive use up the room of the others"),
-    bug("behind-not-told", "R44", "a drive that returns does not receive the deletes since"),
+    bug("behind-not-told", "R44", "a drive that returns does not receive the deletes since").at(1),
     bug(
         "deletes-beside-a-return",
         "R44",
@@ -249,26 +249,30 @@ pub const BUGS: &[Bug] = &[
         "a delete that began before a drive came back is acknowledged without a part for it",
     )
     .at(45),
-    bug("forgotten-while-out", "R44", "deletes are forgotten while an absent drive may have their blocks"),
+    bug("forgotten-while-out", "R44", "deletes are forgotten while an absent drive may have their blocks")
+        .at(1),
     bug(
         "unreadable-forgotten",
         "R44",
         "deletes are forgotten while an unreadable segment may have their blocks",
-    ),
+    )
+    .at(2),
     bug(
         "sequence-not-passed-over",
         "R44",
         "a delete gets a lower sequence than records of an unreadable segment",
-    ),
-    bug("opens-with-any", "R44", "a store opens with fewer than half of its drives").at(8),
+    )
+    .at(2),
+    bug("opens-with-any", "R44", "a store opens with fewer than half of its drives").at(44),
     bug("terms-not-noted", "R44", "two sets of drives begin one term, as another is lost while they do")
-        .at(44),
+        .at(1260),
     bug("silence-not-noticed", "R44", "deletes wait for a drive that does not answer").at(3),
     bug(
         "deletes-before-their-term",
         "R44",
         "deletes are acknowledged before the other drives know that one is lost",
-    ),
+    )
+    .at(23),
     bug("let-go-forgotten", "R30", "removed descendants of a block are counted for ever").at(7),
     bug("evicted-untold", "R1", "blocks are evicted to make room without an event").at(3),
     bug("format-drifts", "R23", "the meaning of bytes on disk differs from that in earlier programs"),
@@ -283,8 +287,8 @@ pub const BUGS: &[Bug] = &[
         .at(1),
     bug("snapshot-keeps-the-gone", "R33", "the end of a snapshot keeps entries that it did not list").at(3),
     bug("departed-still-listed", "R33", "a node that left is still listed with blocks").at(9),
-    bug("released-owner-listed", "R33", "an owner whose lease is over is still the owner"),
-    bug("old-token-renewed", "R33", "a lease is renewed under an older token"),
+    bug("released-owner-listed", "R33", "an owner whose lease is over is still the owner").at(9),
+    bug("old-token-renewed", "R33", "a lease is renewed under an older token").at(34),
     bug("new-holder-not-silent", "R33", "a new holder grants leases beside the one before it"),
     bug("unconfirmed-holder-grants", "R33", "a holder grants that no majority has confirmed").at(34),
     bug(
@@ -336,9 +340,9 @@ pub const BUGS: &[Bug] = &[
     bug("late-deletes-are-new", "R41", "a delete that arrives late counts as a present one").at(1),
     bug("what-outlives-stays", "R41", "copies that outlive a shorter time to live stay named").at(1),
     bug("conditions-not-tried", "R41", "a bucket that ignores conditions of puts is written to").at(8),
-    bug("pool-forgets-deletes", "R42", "blocks of a pool count regardless of later deletes").at(91),
+    bug("pool-forgets-deletes", "R42", "blocks of a pool count regardless of later deletes").at(37),
     bug("shared-extents-not-held", "R42", "a stage does not hold blocks that another stage read").at(1),
-    bug("silence-not-kept", "R42", "a stage waits for ever for a read that hangs").at(9),
+    bug("silence-not-kept", "R42", "a stage waits for ever for a read that hangs").at(10),
     bug(
         "draft-keeps-what-was-there",
         "R42",
