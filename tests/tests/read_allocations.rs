@@ -100,6 +100,11 @@ fn a_read_allocates_by_its_requests_and_not_by_its_megabytes() {
     let store = Options { budget_bytes: 512 << 20, segment_bytes: 16 << 20, ..Options::default() };
     let stage =
         HomeStage::open("read-allocations", &HomeOptions { store, ..HomeOptions::default() }).unwrap();
+    // Threads that read for executors allocate for each read: the figures are the ring's.
+    if !stage.home().notes().iter().any(|note| note == "the I/O of the disks uses ring") {
+        eprintln!("SKIPPED: a read's allocations are counted where disks are reached by io_uring");
+        return;
+    }
     let identity =
         Identity { spec_fingerprint: geometry().fingerprint(), ..fixture::identity("allocations") };
     let namespace = stage.store().register(&identity, &geometry()).unwrap();
