@@ -295,6 +295,22 @@ impl Story {
         self.look_at_all(life)
     }
 
+    /// A drive is well again, and fails once more while it comes back.
+    fn fail_on_the_way(&mut self, life: &Life<'_>, at: u16) -> Result<(), String> {
+        let (world, engine) = (life.stage.world(), life.stage.engine().clone());
+        world.disk().heal_one(DirId(at));
+        let nth = 1 + self.rng.below(120);
+        let fails = |from| Rule::new(Which::Any, When::From(from), Effect::Errno(ERRORS[0])).on(DirId(at));
+        world.disk().inject(fails(nth));
+        let back = stage::drive(world, async move { engine.bring_back(at).await });
+        self.log.push(format!("drive {at} fails at operation {nth} of its return: {back:?}"));
+        // Where it came back before that, a delete finds it out.
+        world.disk().inject(fails(1));
+        self.delete(life, 1, Some(0..1))?;
+        let is_out = life.stage.engine().health().out.contains_key(&at);
+        ensure(is_out, "a drive that failed on its way back is in use", at)
+    }
+
     /// A drive is well again, and comes back to the open store; these keys of the first tenant are deleted beside it, from some moment of
     /// that on. Gives what came of it.
     fn back_beside(
@@ -458,9 +474,15 @@ impl Story {
         }
         let is_out = stage.engine().health().out.contains_key(&at);
         ensure(is_out, "a drive that fails everything is in use", at)?;
+        if self.rng.coin() {
+            self.fail_on_the_way(&life, at)?;
+        }
         let back = self.back_beside(&mut life, at, |story| story.rng.coin().then_some(0..KEYS))?;
         ensure(back.is_ok(), "a drive that is well does not come back", (at, &back))?;
         self.look_at_all(&life)?;
+        audit::books(stage.engine())?;
+        let tombstones = stage.engine().stats().tombstones;
+        ensure(tombstones < 1 << 20, "more tombstones than there were deletes", tombstones)?;
         for n in (0..KEYS).filter(|n| self.known[0][n].must) {
             let (_, end) =
                 life.desks[0].read(&life.desks[0].read_request(pages(), &life.desks[0].keys(n..n + 1)));

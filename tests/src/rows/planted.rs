@@ -242,13 +242,13 @@ pub const BUGS: &[Bug] = &[
         "R44",
         "deletes are acknowledged while a drive comes back that was told before them",
     )
-    .at(13),
+    .at(53),
     bug(
         "delete-spans-a-return",
         "R44",
         "a delete that began before a drive came back is acknowledged without a part for it",
     )
-    .at(45),
+    .at(77),
     bug("forgotten-while-out", "R44", "deletes are forgotten while an absent drive may have their blocks")
         .at(1),
     bug(

@@ -330,7 +330,7 @@ impl Executor {
         shards: Vec<(u32, DirId)>,
         (told, mut batch): (Option<&Graves>, Batch),
     ) -> Result<Vec<RecoveryReport>, Reason> {
-        let mut reports = Vec::new();
+        let (mut reports, mut failed) = (Vec::new(), None);
         self.vigil.begin(shared, shards.iter().map(|(shard, _)| *shard).collect());
         for (shard, dir) in shards {
             let adopted = self.new_shard(shared, (shard, dir));
@@ -350,8 +350,10 @@ impl Executor {
                         adopted.volume.lose(&why.to_string(), true);
                     }
                     Err(why) => {
-                        adopted.volume.abandon();
-                        return Err(why);
+                        let files = adopted.volume.abandon();
+                        self.leaving.borrow_mut().push((Rc::downgrade(&adopted.volume), files));
+                        failed = Some(why);
+                        break;
                     }
                 }
             }
@@ -359,7 +361,11 @@ impl Executor {
             self.sweep_expired(&adopted);
             self.shards.borrow_mut().insert(shard, adopted);
         }
+        // Also of what failed: records that are in the index without their blocks would stay there.
         batch.finish(shared, &mut reports)?;
+        if let Some(why) = failed {
+            return Err(why);
+        }
         // Of a directory that another shard of it, or another executor, has found to be lost.
         self.let_go();
         self.register_staging();

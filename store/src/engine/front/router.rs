@@ -186,11 +186,16 @@ impl Router {
             sender.try_send(message).map_err(|_| Reason::Busy(CLOSING))?;
             answers.push(answer);
         }
-        let mut reports = Vec::new();
+        let (mut reports, mut failed) = (Vec::new(), None);
         for answer in answers {
-            reports.extend(answer.await.map_err(|_| Reason::Busy(CLOSING))??);
+            match answer.await.map_err(|_| Reason::Busy(CLOSING)).flatten() {
+                Ok(some) => reports.extend(some),
+                // None goes on behind an open store's back: what it writes would meet the next attempt.
+                Err(why) if beside => drop(failed.get_or_insert(why)),
+                Err(why) => return Err(why),
+            }
         }
-        Ok(reports)
+        failed.map_or(Ok(reports), Err)
     }
 
     /// Has executors give up what they have of a directory that is out.

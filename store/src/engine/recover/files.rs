@@ -100,7 +100,7 @@ pub(super) async fn open(volume: &Volume) -> Result<Files, Reason> {
         }
     }
     // Whatever they have on disk, it is no more than that.
-    volume.shared.charge(volume.shared.segment_bytes * files.unreadable.len() as u64);
+    volume.charge_unbooked(volume.shared.segment_bytes * files.unreadable.len() as u64);
     Ok(files)
 }
 
@@ -127,12 +127,12 @@ async fn again(volume: &Volume, number: &u32, error: IoError) -> Option<FileId> 
 async fn lengthen(volume: &Volume, file: FileId, len: u64, allocated: u64) -> (u64, u64) {
     let whole = volume.shared.segment_bytes;
     if len >= whole {
-        volume.shared.charge(allocated);
+        volume.charge_unbooked(allocated);
         return (len, allocated);
     }
     let (used, limit) = volume.shared.space();
     let charged = allocated.max(whole);
-    volume.shared.charge(charged);
+    volume.charge_unbooked(charged);
     if used.saturating_add(charged) > limit {
         return (len, charged);
     }

@@ -157,6 +157,7 @@ pub(crate) async fn recover_told(
     sources.sort_by_key(|source| std::cmp::Reverse(source.first_sequence));
     recovery.take_in(sources).await?;
     volume.shared.buried.fetch_add(volume.tombstones.borrow().len() as u64, Relaxed);
+    volume.is_counted.set(true);
     if told.is_some() {
         recovery.batch.flush(&volume.shared)?;
         checkpoint::write(volume, Class::Background).await?;
@@ -242,6 +243,7 @@ impl Recovery<'_> {
     fn segment(&self, file: &SegmentFile, generation: u64) -> Rc<Segment> {
         let book = self.volume.shared.index.records().ledger().open(self.volume.shard, file.number);
         book.set_allocated(file.allocated);
+        self.volume.unbooked.set(self.volume.unbooked.get().saturating_sub(file.allocated));
         let segment =
             Rc::new(Segment::new((file.number, book), file.file, generation, SegmentState::Suspect));
         self.volume.segments.borrow_mut().insert(file.number, Rc::clone(&segment));

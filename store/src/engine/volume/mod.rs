@@ -64,6 +64,10 @@ pub(crate) struct Volume {
     pub(crate) noted: Noted,
     /// Wakes those who wait for something of the shard to be over.
     pub(crate) changed: Notify,
+    /// Bytes of the budget that recovery took for files which are in no book: those not looked at yet, and those that cannot be opened.
+    pub(crate) unbooked: Cell<u64>,
+    /// Its tombstones are among those of the store: from the end of its recovery on.
+    pub(crate) is_counted: Cell<bool>,
     /// The shard was, or is to be, opened anew: this one is no more.
     abandoned: Cell<bool>,
     /// Files of segments that were let go, to be closed with the shard.
@@ -94,6 +98,8 @@ impl Volume {
             checkpoints: Slots::default(),
             noted: Noted::default(),
             changed: Notify::default(),
+            unbooked: Cell::default(),
+            is_counted: Cell::default(),
             abandoned: Cell::default(),
             left: Rc::default(),
             spawn,
@@ -148,6 +154,12 @@ impl Volume {
         if self.shared.directories.in_use() > 1 && is_lost {
             self.lose("the disk has not responded for 10 s", false);
         }
+    }
+
+    /// Counts bytes of a file that is in no book yet.
+    pub(crate) fn charge_unbooked(&self, bytes: u64) {
+        self.unbooked.set(self.unbooked.get() + bytes);
+        self.shared.charge(bytes);
     }
 
     /// What was here is gone with the directory.
@@ -294,10 +306,11 @@ impl Drop for Volume {
             return;
         }
         self.let_go();
-        self.shared.buried.fetch_sub(self.tombstones.borrow().len() as u64, Relaxed);
+        if self.is_counted.get() {
+            self.shared.buried.fetch_sub(self.tombstones.borrow().len() as u64, Relaxed);
+        }
         self.checkpoints.give_back(&self.shared);
-        let unreadable = self.unreadable.borrow().len() as u64;
-        self.shared.give_budget(unreadable * self.shared.segment_bytes);
+        self.shared.give_budget(self.unbooked.get());
     }
 }
 

@@ -13,6 +13,7 @@
 //!
 //! If any step fails the directory is out as before.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::Store;
@@ -21,7 +22,6 @@ use crate::engine::shared::directories::Returning;
 use crate::engine::shared::spare_room::OtherShards;
 use kvarts_contract::error::{DirectoryCause, Error, Reason};
 use kvarts_contract::io_error::DirId;
-use std::path::PathBuf;
 
 /// Where the directories of a store are, beyond the seam of its disks.
 pub(crate) trait DirectoryPlaces: Send + Sync {
