@@ -20,6 +20,7 @@ use kvarts_store::engine::Store;
 use kvarts_store::ledger::{Phase, SegmentView, Space, SpaceReport};
 
 use crate::sim::Media;
+use crate::stage::{SimStage, Stage, drive};
 
 /// What was found wrong; `Ok` if nothing.
 pub type Finding = Result<(), String>;
@@ -63,6 +64,20 @@ pub fn books(store: &Store) -> Result<SpaceReport, String> {
     let namespaces: u64 = report.namespaces.iter().map(|namespace| namespace.live).sum();
     same("live bytes of all namespaces", &namespaces, &report.total.live)?;
     Ok(report)
+}
+
+/// The counters that all shards share say what the shards have: nothing of a shard that was given up, or of a return that failed, is left
+/// in them. Of a store that does nothing.
+pub fn counts(stage: &SimStage) -> Finding {
+    stage.rest();
+    let stats = stage.engine().stats();
+    if stats.space.reserved > 0 {
+        return Err(format!("{} bytes of the budget belong to nothing", stats.space.reserved));
+    }
+    let tables = drive(stage.world(), stage.engine().tables());
+    let tables = tables.map_err(|hang| hang.to_string())?.map_err(|error| error.to_string())?;
+    let tombstones: u64 = tables.iter().filter(|one| one.name == "tombstones").map(|one| one.size).sum();
+    same("tombstones of all shards", &stats.tombstones, &tombstones)
 }
 
 /// The budget is kept.

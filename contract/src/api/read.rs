@@ -137,7 +137,8 @@ pub struct ReadEnd {
     /// Leading layers that were delivered: all of them unless the deadline passed first.
     pub usable_layers: u32,
     /// Blocks that failed, with the reason, in the order of the request. In block order, blocks behind a failed
-    /// one may be good: each that is was announced.
+    /// one may be good: each that is was announced. In layer order, blocks behind the first failed one are not read; those of them
+    /// that a source knows to be absent are listed, and others may be absent, too.
     pub failures: Vec<(u32, Reason)>,
     /// Zero, unless the deadline passed while the device was writing to this many bytes of the caller's memory:
     /// it must not be used before [`ReadEvent::Released`].

@@ -13,6 +13,7 @@ use kvarts_contract::api::{
     BlockOutcome, Durability, Order, Parent, Placed, PutRequest, ReadEnd, ReadEvent, ReadRequest, Verify,
 };
 use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId};
 
 use crate::fixture::{self, Style};
@@ -147,6 +148,21 @@ impl<'a> Desk<'a> {
         let (_, end) = self.read(&request);
         assert_eq!((end.usable_blocks, end.failures), (keys.len() as u32, Vec::new()));
         self.expect_bytes(&request, &(0..keys.len() as u32).collect::<Vec<_>>(), producer);
+    }
+
+    /// Reads these blocks in either order: those at these places are not here.
+    pub fn expect_missing(&self, column: (Group, Coordinate), keys: &[BlockKey], missing: &[u32]) {
+        let expected: Vec<_> = missing.iter().map(|&at| (at, Reason::NotHere(keys[at as usize]))).collect();
+        let request = self.read_request(column, keys);
+        let (_, end) = self.read(&request);
+        // Behind the first of them nothing is read in layer order: what is found missing there is told, and no more.
+        assert_eq!(
+            (Some(end.usable_blocks), end.failures.first()),
+            (missing.first().copied(), expected.first())
+        );
+        assert!(end.failures.iter().all(|failure| expected.contains(failure)), "{:?}", end.failures);
+        let (_, end) = self.read(&ReadRequest { order: Order::Blocks, ..request });
+        assert_eq!(end.failures, expected);
     }
 
     /// Compares the wanted layers of these blocks of a read with what `producer` made.

@@ -163,9 +163,7 @@ fn expiry(desk: &Desk<'_>) {
     }
     desk.expect(pages(), &short, 1);
     desk.stage.advance(Duration::from_millis(500));
-    let (_, end) = desk.read(&desk.read_request(pages(), &short));
-    let gone = |(at, key): (u32, _)| (at, Reason::NotHere(key));
-    assert_eq!(end.failures, (0..).zip(short.clone()).map(gone).collect::<Vec<_>>());
+    desk.expect_missing(pages(), &short, &[0, 1]);
     desk.expect(pages(), &long, 1);
     assert_eq!(desk.outcomes(desk.request(pages(), &short, 2)), vec![BlockOutcome::Stored; 2]);
     desk.expect(pages(), &short, 2);

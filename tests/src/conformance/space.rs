@@ -57,9 +57,7 @@ fn deleted(desk: &Desk<'_>) {
     let reply = delete_keys(desk, &keys[1..3]);
     assert_eq!(reply, DeleteReply { outcomes: vec![DeleteOutcome::Deleted; 2], blocks: 2 });
     assert_eq!(presence(desk, pages(), &keys), [true, false, false, true]);
-    let (_, end) = desk.read(&desk.read_request(pages(), &keys));
-    let missing = |at: u32| (at, Reason::NotHere(keys[at as usize]));
-    assert_eq!(end.failures, [missing(1), missing(2)]);
+    desk.expect_missing(pages(), &keys, &[1, 2]);
     let again = desk.outcomes(desk.request(pages(), &keys, 2));
     let (stored, there) = (BlockOutcome::Stored, BlockOutcome::AlreadyThere);
     assert_eq!(again, [there.clone(), stored.clone(), stored, there]);
