@@ -30,7 +30,7 @@ const BUGS: [(&str, &str, &str); 14] = [
     (
         "landed-layer-not-awaited",
         "lander::kernels_wait_for_copies_copies_for_their_segment_and_the_engine_for_its_layer",
-        "the engine computes on a layer that has not landed",
+        "the engine computes on a layer before it has landed",
     ),
     (
         "spread-before-copied",
@@ -40,12 +40,12 @@ const BUGS: [(&str, &str, &str); 14] = [
     (
         "segment-not-awaited",
         "lander::kernels_wait_for_copies_copies_for_their_segment_and_the_engine_for_its_layer",
-        "a segment of the ring is filled before it was spread",
+        "a segment of the ring is filled before it has been spread",
     ),
     (
         "left-before-gathered",
         "lander::what_leaves_is_copied_when_it_was_gathered",
-        "a segment of the ring is copied to the host before it was gathered",
+        "a segment of the ring is copied to the host before it has been gathered",
     ),
     (
         "stored-before-computed",
@@ -70,7 +70,7 @@ const BUGS: [(&str, &str, &str); 14] = [
     (
         "layer-not-awaited",
         "pipeline::a_layer_is_used_after_its_copies_and_its_seat_too",
-        "the engine computes on a layer of a stream that has not landed",
+        "the engine computes on a layer of a stream before the layer has landed",
     ),
     (
         "done-when-enqueued",
@@ -80,12 +80,12 @@ const BUGS: [(&str, &str, &str); 14] = [
     (
         "loss-not-declared",
         "devices::a_layer_that_landed_before_its_device_was_lost_ends_the_stream",
-        "a device that was declared lost is used on",
+        "a device is used after it was declared lost",
     ),
     (
         "digests-of-other-chunks",
         "digests::digests_are_the_stores_for_chunks_of_any_length_and_place",
-        "digests come back for other chunks than were asked for",
+        "digests come back for chunks that were not requested",
     ),
 ];
 

@@ -36,7 +36,7 @@ impl Bug {
 /// All of them, in the order of the rows.
 pub const BUGS: &[Bug] = &[
     bug("ack-before-flush", "R1", "a durable put is acknowledged before its flush"),
-    bug("flush-of-another-file", "R1", "the flush goes to the file that was opened before"),
+    bug("flush-of-another-file", "R1", "the flush goes to another file: the one that was opened before"),
     bug("directory-not-flushed", "R1", "the name of a new segment file is not made durable"),
     bug(
         "relaxed-called-durable",
@@ -46,7 +46,7 @@ pub const BUGS: &[Bug] = &[
     bug(
         "delete-does-not-wait",
         "R22",
-        "a delete takes its sequence before writes that had begun have theirs",
+        "a delete takes its sequence number before writes that began earlier have taken theirs",
     )
     .at(7),
     bug("seal-before-flush", "R1", "a footer lists records that have not been flushed").at(2),
@@ -56,133 +56,158 @@ pub const BUGS: &[Bug] = &[
         "records of a new generation are acknowledged before its header is durable",
     )
     .at(3),
-    bug("tombstones-recycled", "R22", "a segment is rewritten although no other has its tombstones").at(19),
+    bug("tombstones-recycled", "R22", "a segment is rewritten although no other segment has its tombstones")
+        .at(19),
     bug(
         "tombstone-forgotten-early",
         "R22",
-        "tombstones are forgotten while records that they kill are on disk",
+        "tombstones are forgotten while records that they delete are on disk",
     )
     .at(9),
-    bug("first-chunk-alone", "R22", "a checkpoint lists the first chunk of its tombstones and no other")
-        .at(97),
-    bug("sequence-not-restored", "R22", "sequences start over after a recovery").at(12),
-    bug("move-without-compare", "R22", "compaction switches the index without a check of its present entry")
+    bug("first-chunk-alone", "R22", "a checkpoint lists only the first chunk of its tombstones").at(97),
+    bug("sequence-not-restored", "R22", "sequence numbers start over after a recovery").at(12),
+    bug("move-without-compare", "R22", "compaction updates the index without a check of the current entry")
         .at(11),
-    bug("first-shard-wins", "R13", "of copies in two shards the one counts that is recovered first").at(75),
+    bug("first-shard-wins", "R13", "of the copies in two shards, the copy that is recovered first counts")
+        .at(75),
     bug("torn-tail-adopted", "R1", "recovery adopts records without a check of their payloads"),
-    bug("checkpoint-over-the-newest", "R26", "a checkpoint is written over the newest whole one").at(1),
+    bug("checkpoint-over-the-newest", "R26", "a checkpoint overwrites the newest complete checkpoint").at(1),
     bug(
         "checkpoint-header-first",
         "R26",
-        "a checkpoint's header is written before the rest of it is durable",
+        "the header of a checkpoint is written before the rest of the checkpoint is durable",
     ),
     bug("trailer-before-footer", "R26", "the trailer is durable before the footer that it names").at(1),
     bug(
         "lost-header-not-written",
         "R26",
-        "recovery seals a segment whose header never arrived, and leaves it without",
+        "recovery seals a segment whose header was lost, and does not write the header",
     )
     .at(4),
     bug("delete-not-durable", "R22", "a delete is acknowledged before its tombstones are flushed").at(4),
-    bug("generation-reused", "R22", "a segment is rewritten under the generation that it had").at(31),
-    bug("stored-length-wrong", "R22", "an encoded chunk is recorded with another length than it has"),
+    bug("generation-reused", "R22", "a rewritten segment keeps its generation").at(31),
+    bug("stored-length-wrong", "R22", "a wrong length is recorded for an encoded chunk"),
     bug("digest-not-compared", "R6", "chunks are served without a check of their digests").at(26),
     bug("decoded-digest-not-compared", "R6", "decoded chunks are served without a check of their digests")
         .at(556),
     bug("quarantined-served", "R6", "a block that failed verification stays in service").at(26),
-    bug("fsck-skips-digests", "R6", "the checker reads payloads and does not compare their digests").at(26),
+    bug("fsck-skips-digests", "R6", "the checker reads payloads but does not compare their digests").at(26),
     bug("fsck-skips-padding", "R6", "the checker does not look at padding").at(66),
-    bug("fsck-calls-damage-torn", "R6", "the checker takes damage below what was flushed for a torn tail")
+    bug("fsck-calls-damage-torn", "R6", "the checker reports damage to flushed records as a torn tail")
         .at(148),
     bug(
         "rescan-forgets-holes",
         "R6",
-        "recovery takes evicted blocks of a segment without a footer for torn or live ones",
+        "in a segment without a footer, recovery treats evicted blocks as torn or live",
     )
     .at(187),
     bug(
         "fsck-forgets-holes",
         "R6",
-        "the checker takes evicted blocks of a segment without a footer for damaged ones",
+        "in a segment without a footer, the checker treats evicted blocks as damaged",
     )
     .at(2658),
-    bug("tag-not-compared", "R7", "a record counts without its tag: a client can forge one").at(9),
-    bug("position-not-compared", "R7", "a sound structure counts wherever it lies").at(79),
-    bug("fsck-misses-lost-files", "R7", "the checker does not miss a segment that the checkpoint knows")
-        .at(3),
-    bug("repair-keeps-damaged", "R7", "a repair lists what the old footer lists, damaged records too").at(5),
+    bug(
+        "tag-not-compared",
+        "R7",
+        "a record is accepted without a check of its tag: a client can forge a record",
+    )
+    .at(9),
+    bug("position-not-compared", "R7", "a valid structure is accepted at any position").at(79),
+    bug(
+        "fsck-misses-lost-files",
+        "R7",
+        "the checker does not report the absence of a segment that the checkpoint lists",
+    )
+    .at(3),
+    bug("repair-keeps-damaged", "R7", "a repair lists all records of the old footer, including damaged ones")
+        .at(5),
     bug("repair-drops-good", "R7", "a repair drops good records").at(29),
     bug(
         "repair-costs-neighbours",
         "R7",
-        "a repair takes sound blocks out with damaged ones that they share their pages with",
+        "a repair removes sound blocks that share pages with damaged blocks",
     )
     .at(1218),
-    bug("repair-believes-one-reading", "R7", "a repair gives up what one reading of two calls damaged")
-        .at(127),
+    bug(
+        "repair-believes-one-reading",
+        "R7",
+        "a repair discards data that only one of two readings shows as damaged",
+    )
+    .at(127),
     bug(
         "recycled-header-unseen",
         "R7",
-        "recovery takes a segment that was used again for a free one where its new header was lost",
+        "recovery treats a reused segment as free if its new header was lost",
     )
     .at(328),
     bug(
         "fsck-recycled-header-unseen",
         "R7",
-        "the checker takes a segment that was used again for a free one where its new header was lost",
+        "the checker treats a reused segment as free if its new header was lost",
     )
     .at(328),
     bug(
         "key-not-compared",
         "R18",
-        "a block is served on the word of a footer, without a look at the record's own keys",
+        "a block is served by the entry in a footer, without a check of the record's own keys",
     ),
     bug("fsck-believes-footers", "R18", "the checker does not compare a footer with its records"),
     bug("failed-write-taken-for-done", "R9", "a write that ends with an error counts as done"),
-    bug("shortage-latches", "R29", "a want of descriptors or memory makes the store read-only"),
-    bug("failed-flush-repeated", "R10", "a flush that failed is tried again, and its success believed"),
-    bug("short-read-taken-for-whole", "R16", "a read that ends short counts as whole").at(20),
-    bug("put-over-live", "R16", "a second put of a block that is here replaces it"),
+    bug("shortage-latches", "R29", "a shortage of descriptors or memory makes the store read-only"),
+    bug("failed-flush-repeated", "R10", "a failed flush is repeated, and its success is trusted"),
+    bug("short-read-taken-for-whole", "R16", "a read that ends short counts as complete").at(20),
+    bug("put-over-live", "R16", "a second put of a stored block replaces the block"),
     bug("event-lost", "R16", "a delete has no event"),
-    bug("gaps-not-looked-into", "R16", "blocks behind a removed one are not found in its record").at(111),
-    bug("pin-cap-ignored", "R16", "a tenant pins more than it may").at(1),
-    bug("claim-leaked", "R14", "the claim on a block's name outlives its put"),
-    bug("late-put-visible", "R14", "a put that was answered with its deadline becomes visible afterwards")
+    bug("gaps-not-looked-into", "R16", "blocks behind a removed block of the same record are not found")
+        .at(111),
+    bug("pin-cap-ignored", "R16", "a tenant pins more than its limit").at(1),
+    bug("claim-leaked", "R14", "the claim on a block outlives its put"),
+    bug("late-put-visible", "R14", "a put becomes visible after its reply said that its deadline had passed")
         .at(2),
     bug("promise-leaked", "R14", "bytes of a quota that were reserved for a put are not released"),
-    bug("quota-off-by-one", "R14", "a namespace may have a byte more than its quota"),
+    bug("quota-off-by-one", "R14", "a namespace may exceed its quota by one byte"),
     bug("budget-leaked", "R14", "the bytes of a removed segment are not returned to the budget"),
     bug("lease-ignored", "R17", "eviction takes blocks that a lease holds").at(13),
-    bug("lease-forgets-one", "R17", "a lease does not hold every block that it was given for").at(1),
-    bug("lease-never-ends", "R17", "a lease holds past its end").at(13),
-    bug("expiry-by-the-wall-clock", "R17", "the wall clock, set back, brings expired blocks back"),
-    bug("expired-served", "R17", "blocks are served past their time"),
+    bug("lease-forgets-one", "R17", "a lease does not protect every block that it names").at(1),
+    bug("lease-never-ends", "R17", "a lease protects blocks after its end").at(13),
+    bug("expiry-by-the-wall-clock", "R17", "expired blocks return when the wall clock is set back"),
+    bug("expired-served", "R17", "blocks are served after their expiry"),
     bug(
         "follower-walks-every-step",
         "R30",
-        "a read that follows another one walks all its steps for each run",
+        "a read that shares the load of another read walks all of its steps for each run",
     )
     .at(3),
     bug("footers-read-again", "R30", "a search for descendants of a key reads all footers repeatedly").at(36),
-    bug("eviction-lists-all", "R30", "every segment is listed for each choice of a block to evict").at(7),
-    bug("checkpoint-looks-at-all", "R30", "a checkpoint looks at the records of all shards").at(8),
-    bug("sweep-looks-at-all", "R30", "a sweep looks at segments in which nothing has expired").at(10),
-    bug("part-for-each-shard", "R30", "a read asks an executor for each shard that it has").at(0),
-    bug("merge-looks-at-all", "R30", "a look for chains begins at every record").at(12),
-    bug("delete-in-one-go", "R30", "all keys of a delete are taken out under one lock").at(13),
+    bug("eviction-lists-all", "R30", "each choice of a block to evict lists all segments").at(7),
+    bug("checkpoint-looks-at-all", "R30", "a checkpoint examines the records of all shards").at(8),
+    bug("sweep-looks-at-all", "R30", "a sweep examines segments in which no block has expired").at(10),
+    bug(
+        "part-for-each-shard",
+        "R30",
+        "a read has a part for each shard, not one for all shards of a directory that an executor owns",
+    )
+    .at(0),
+    bug("merge-looks-at-all", "R30", "a search for chains starts at every record").at(12),
+    bug("delete-in-one-go", "R30", "a delete removes all of its keys under one lock").at(13),
     bug(
         "checkpoint-for-each-segment",
         "R30",
-        "a segment that buries something is recycled after a new checkpoint",
+        "the reuse of each segment with tombstones waits for a new checkpoint",
     )
     .at(14),
-    bug("tile-with-its-own-origins", "R31", "each tile of a read takes the production that it finds"),
+    bug(
+        "tile-with-its-own-origins",
+        "R31",
+        "each tile of a read uses the production that it finds in the index",
+    ),
     bug(
         "kept-tile-not-looked-up",
         "R31",
-        "a kept tile is returned without a look-up of its blocks in the index",
+        "a cached tile is returned without a look-up of its blocks in the index",
     ),
-    bug("kept-tile-of-a-reused-segment", "R31", "a kept tile of a rewritten segment is returned"),
+    bug("kept-tile-of-a-reused-segment", "R31", "a cached tile of a rewritten segment is returned"),
     bug(
         "footer-proves-nothing",
         "R32",
@@ -192,36 +217,42 @@ pub const BUGS: &[Bug] = &[
     bug(
         "fsck-footer-proves-nothing",
         "R32",
-        "the checker takes a segment whose trailer was zeroed for one that was never sealed",
+        "the checker treats a segment whose trailer was zeroed as never sealed",
     )
     .at(14),
     bug("scan-verifies-holes", "R32", "recovery compares digests of blocks that are holes").at(14),
     bug("holes-filled-again", "R32", "holes of evicted blocks in a scanned segment are filled again").at(14),
-    bug("repair-syncs-last", "R7", "a repair flushes once, behind all that it writes").at(5),
+    bug("repair-syncs-last", "R7", "a repair flushes once, after all of its writes").at(5),
     bug("device-not-asked", "R32", "puts evict blocks while writes fail"),
     bug("barren-segments-stay", "R32", "segments that failed at their beginning are not used again").at(307),
+    bug("latch-lifted-unproven", "R32", "a store resumes although no shard has shown that it accepts writes")
+        .at(2),
+    bug("short-segments-stay", "R32", "the short segments that starts leave behind are never merged").at(3),
+    bug("rest-is-no-room", "R32", "the unused space in segments is not counted when the store makes room")
+        .at(11),
     bug(
-        "latch-lifted-unproven",
+        "coarse-holes-believed",
         "R32",
-        "a store resumes though no shard has shown that it can be written to",
+        "single pages are punched although the file system frees none for them",
     )
-    .at(2),
-    bug("short-segments-stay", "R32", "segments that starts leave behind are never merged").at(3),
-    bug("rest-is-no-room", "R32", "missing space of segments is not counted when room is made").at(11),
-    bug("coarse-holes-believed", "R32", "single pages are punched where the file system gives none back")
-        .at(38),
-    bug("given-back-unflushed", "R32", "bytes go back to the budget though the flush of their hole failed")
+    .at(38),
+    bug("given-back-unflushed", "R32", "bytes return to the budget although the flush of their hole failed")
         .at(5),
     bug("deleted-namespace-remembered", "R32", "the memory of a deleted namespace is not freed").at(6),
-    bug("small-pins-are-free", "R32", "a lease counts the bytes of its blocks and not what they take").at(7),
+    bug(
+        "small-pins-are-free",
+        "R32",
+        "a lease counts only the bytes of its blocks, without a minimum for each block",
+    )
+    .at(7),
     bug("index-limit-ignored", "R32", "the index takes more memory than its budget").at(8),
     bug("descriptors-not-counted", "R32", "more segment files are made than descriptors are available").at(9),
-    bug("spare-room-kept", "R32", "a shard keeps segments that hold nothing while another one evicts").at(12),
-    bug("spare-room-waits", "R32", "a shard waits for room from one that hangs").at(13),
+    bug("spare-room-kept", "R32", "a shard keeps empty segments while another shard evicts").at(12),
+    bug("spare-room-waits", "R32", "a shard waits for room from a shard whose device hangs").at(13),
     bug(
         "coldest-by-the-log",
         "R32",
-        "the oldest segments of the log are evicted first, however recently used",
+        "the oldest segments of the log are evicted first, even if they were used recently",
     )
     .at(10),
     bug("beginnings-go-first", "R32", "the beginning of a chain is evicted to make room for its end").at(15),
@@ -233,20 +264,20 @@ pub const BUGS: &[Bug] = &[
     bug(
         "silent-part-ends-the-read",
         "R43",
-        "a read ends without its other blocks where one drive does not answer",
+        "a read ends without the blocks of the other drives if one drive does not answer",
     ),
-    bug("one-lane", "R43", "requests to a silent drive use up the room of the others"),
+    bug("one-lane", "R43", "requests to a silent drive use up the queue of the other drives"),
     bug("behind-not-told", "R44", "a drive that returns does not receive the deletes since").at(1),
     bug(
         "deletes-beside-a-return",
         "R44",
-        "deletes are acknowledged while a drive comes back that was told before them",
+        "deletes are acknowledged while a drive returns that received its deletes before them",
     )
     .at(53),
     bug(
         "delete-spans-a-return",
         "R44",
-        "a delete that began before a drive came back is acknowledged without a part for it",
+        "a delete that began before the return of a drive is acknowledged without this drive",
     )
     .at(77),
     bug("forgotten-while-out", "R44", "deletes are forgotten while an absent drive may have their blocks")
@@ -260,65 +291,74 @@ pub const BUGS: &[Bug] = &[
     bug(
         "sequence-not-passed-over",
         "R44",
-        "a delete gets a lower sequence than records of an unreadable segment",
+        "a delete gets a lower sequence number than records of an unreadable segment",
     )
     .at(2),
     bug("opens-with-any", "R44", "a store opens with fewer than half of its drives").at(44),
-    bug("terms-not-noted", "R44", "two sets of drives begin one term, as another is lost while they do")
-        .at(1260),
+    bug(
+        "terms-not-noted",
+        "R44",
+        "two sets of drives begin the same term if another drive is lost meanwhile",
+    )
+    .at(1260),
     bug("silence-not-noticed", "R44", "deletes wait for a drive that does not answer").at(3),
     bug(
         "deletes-before-their-term",
         "R44",
-        "deletes are acknowledged before the other drives know that one is lost",
+        "deletes are acknowledged before the other drives have recorded the loss of a drive",
     )
     .at(23),
     bug("let-go-forgotten", "R30", "removed descendants of a block are counted for ever").at(7),
-    bug("evicted-untold", "R1", "blocks are evicted to make room without an event").at(3),
+    bug("evicted-untold", "R1", "blocks are evicted without an event when the store makes room").at(3),
     bug("format-drifts", "R23", "the meaning of bytes on disk differs from that in earlier programs"),
-    bug("peer-origin-not-compared", "R33", "a piece of a peer counts whatever production it is of").at(2),
+    bug("peer-origin-not-compared", "R33", "pieces of a peer are accepted from any production").at(2),
     bug("peer-digest-not-compared", "R33", "chunks of a peer are not compared with their digests").at(5),
-    bug("peer-piece-misplaced", "R33", "chunks of a peer go to the place of another block").at(1),
+    bug("peer-piece-misplaced", "R33", "chunks of a peer are placed into another block").at(1),
     bug("cancelled-bytes-owed", "R33", "cancelled bytes count as under way for ever"),
     bug("old-members-accepted", "R33", "members of an older epoch replace later ones"),
     bug("connected-without-snapshot", "R33", "a new connection continues at the position of the broken one")
         .at(5),
     bug("holder-taken-for-whole", "R33", "a holder with an incomplete list reports that no node has a block")
         .at(1),
-    bug("snapshot-keeps-the-gone", "R33", "the end of a snapshot keeps entries that it did not list").at(3),
+    bug(
+        "snapshot-keeps-the-gone",
+        "R33",
+        "the end of a snapshot keeps entries that the snapshot did not list",
+    )
+    .at(3),
     bug("departed-still-listed", "R33", "a node that left is still listed with blocks").at(9),
-    bug("released-owner-listed", "R33", "an owner whose lease is over is still the owner").at(9),
+    bug("released-owner-listed", "R33", "an owner is still listed after its lease has ended").at(9),
     bug("old-token-renewed", "R33", "a lease is renewed under an older token").at(34),
-    bug("new-holder-not-silent", "R33", "a new holder grants leases beside the one before it"),
-    bug("unconfirmed-holder-grants", "R33", "a holder grants that no majority has confirmed").at(34),
+    bug("new-holder-not-silent", "R33", "a new holder grants leases at the same time as the previous holder"),
+    bug("unconfirmed-holder-grants", "R33", "a holder that no majority has confirmed grants leases").at(34),
     bug(
         "epochs-start-over",
         "R38",
         "the members of a service that has lost everything begin with the first epoch again",
     ),
-    bug("epoch-without-majority", "R38", "the members change before a majority is of their epoch").at(2),
+    bug("epoch-without-majority", "R38", "the members change before a majority has their epoch").at(2),
     bug("members-of-the-gone", "R38", "the remaining members have no reachable majority").at(35),
     bug("lapsed-stay", "R38", "a node whose registration has run out stays a member"),
-    bug("two-changes-at-once", "R38", "all members that are gone are removed in one epoch").at(1),
+    bug("two-changes-at-once", "R38", "all lost members are removed in one epoch").at(1),
     bug("moved-not-followed", "R38", "a member that has moved keeps its old address").at(1),
-    bug("address-twice", "R38", "a node is proposed that has the address of another one").at(1),
-    bug("held-by-the-gone", "R39", "a put is held by a node that cannot be reached"),
-    bug("lease-not-asked", "R39", "a put of a chain that another node owns is stored for good"),
-    bug("lease-never-over", "R39", "a put goes by a lease whose time is over"),
-    bug("lease-not-looked-at-again", "R39", "a put goes on by a lease that was given up meanwhile"),
+    bug("address-twice", "R38", "a node with the address of another node is proposed").at(1),
+    bug("held-by-the-gone", "R39", "an unreachable node counts as a holder of the blocks of a put"),
+    bug("lease-not-asked", "R39", "a put of a chain that another node owns is stored permanently"),
+    bug("lease-never-over", "R39", "a put follows a lease that has ended"),
+    bug("lease-not-looked-at-again", "R39", "a put continues under a lease that was released meanwhile"),
     bug(
         "released-after-the-answer",
         "R39",
         "a released lease counts on its node until the reply to the release",
     ),
     bug("late-grant-counts", "R39", "the reply to an earlier request restores a released lease").at(2),
-    bug("owners-put-held", "R39", "an owner does not store what another node has"),
+    bug("owners-put-held", "R39", "an owner does not store blocks that another node has"),
     bug(
         "owner-not-offered",
         "R39",
         "blocks of a chain that another node stored are not offered to its owner",
     ),
-    bug("favour-before-the-chain", "R39", "blocks before the beginning of a chain are protected, too").at(4),
+    bug("favour-before-the-chain", "R39", "blocks before the beginning of a chain are also protected").at(4),
     bug("favour-stays", "R39", "blocks of a released chain are still protected"),
     bug("hot-at-once", "R39", "a block is copied after one read"),
     bug("hot-copies-stay", "R39", "copies of hot blocks never expire"),
@@ -329,38 +369,47 @@ pub const BUGS: &[Bug] = &[
     )
     .at(5),
     bug("read-from-who-lacks-deletes", "R33", "blocks are read from a node that lacks deletes").at(129),
-    bug("stale-copy-stored", "R33", "a copy that was under way is stored behind the delete of its block")
+    bug("stale-copy-stored", "R33", "a copy that was under way is stored after the delete of its block")
         .at(143),
     bug("copy-without-the-end", "R33", "a copy outlives its source").at(11),
     bug("shorter-times-stay", "R33", "a shorter time to live is ignored on another node").at(1),
-    bug("deletes-not-noted", "R41", "a manifest does not keep deletes"),
+    bug("deletes-not-noted", "R41", "a manifest does not store deletes"),
     bug("deletes-not-compared", "R41", "a pack is named regardless of the deletes in its manifest"),
     bug("folded-deletes-forgotten", "R41", "blocks that were listed before a forgotten delete are named")
         .at(144),
-    bug("late-deletes-are-new", "R41", "a delete that arrives late counts as a present one").at(1),
+    bug("late-deletes-are-new", "R41", "a delete that arrives late gets the present time").at(1),
     bug("what-outlives-stays", "R41", "copies that outlive a shorter time to live stay named").at(1),
     bug("conditions-not-tried", "R41", "a bucket that ignores conditions of puts is written to").at(8),
-    bug("pool-forgets-deletes", "R42", "blocks of a pool count regardless of later deletes").at(37),
+    bug("pool-forgets-deletes", "R42", "blocks of a pool are used after later deletes").at(37),
     bug("shared-extents-not-held", "R42", "a stage does not hold blocks that another stage read").at(1),
     bug("silence-not-kept", "R42", "a stage waits for ever for a read that hangs").at(10),
     bug(
         "draft-keeps-what-was-there",
         "R42",
-        "a draft keeps blocks for which another put's bytes were stored",
+        "a draft keeps blocks although the store has the bytes of another put",
     )
     .at(13),
-    bug("blocks-behind-count-too", "R42", "with the first block of an extent all of it counts as here"),
-    bug("rests-stay", "R45", "blocks that a session left to its forks stay held after the last of them")
+    bug(
+        "blocks-behind-count-too",
+        "R42",
+        "when the first block of an extent arrives, all of its blocks count as present",
+    ),
+    bug("rests-stay", "R45", "blocks that a session left to its forks are still held after the last fork")
         .at(1),
     // The last ones take long to be found: the merge tier does without them.
     bug(
         "duplicate-into-the-places",
         "R33",
-        "a piece that is asked for twice is read twice into the same places",
+        "a piece that is requested twice is read twice into the same memory",
     )
     .at(210),
-    bug("read-past-its-deadline", "R33", "a read over several paths goes on past its deadline").at(3),
-    bug("message-lost-to-a-question", "R33", "a holder's question makes a message to it go missing").at(865),
+    bug("read-past-its-deadline", "R33", "a read over several paths continues after its deadline").at(3),
+    bug(
+        "message-lost-to-a-question",
+        "R33",
+        "a message to a holder is lost if the holder sends a request at the same time",
+    )
+    .at(865),
 ];
 
 /// Bugs at the end of the list that the merge tier does without.
