@@ -168,13 +168,13 @@ settings! {
     /// Size of a segment file of a new store; an existing store keeps its size
     segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment", "SIZE", "256 MiB";
     /// Shards in each directory of a new store; each is served by one executor
-    shards, "store", "shards", "KVARTS_STORE_SHARDS", "shards", "NUMBER", "by the budget, 2 to 16";
+    shards, "store", "shards", "KVARTS_STORE_SHARDS", "shards", "NUMBER", "2 to 16, depending on the budget";
     /// Eviction policy of a full store: weighted or lru
     policy, "store", "policy", "KVARTS_STORE_POLICY", "policy", "NAME", "weighted";
     /// Limit of bytes written in a day; beyond the limit only blocks that were put before are stored
     endurance, "store", "endurance", "KVARTS_STORE_ENDURANCE", "endurance", "SIZE", "no limit";
     /// Number of executors of the engine
-    executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2 a directory, of an eighth of the cores";
+    executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2 for each directory, at most an eighth of the cores (or 2)";
     /// Interface to the disks: auto, ring (io_uring) or pool (threads)
     io, "store", "io", "KVARTS_STORE_IO", "io", "NAME", "auto";
     /// Features of io_uring that are not used, separated by commas
@@ -193,7 +193,7 @@ settings! {
     open_network, "listen", "open_network", "KVARTS_LISTEN_OPEN_NETWORK", "open-network", "WORDS", "none";
     /// Required to serve metrics on a network, or under other names than localhost: the words "anyone may read metrics"
     open_metrics, "listen", "open_metrics", "KVARTS_LISTEN_OPEN_METRICS", "open-metrics", "WORDS", "none";
-    /// At a stop: seconds in which the server still accepts calls, while the health check returns NOT_SERVING; 0 to 30
+    /// Seconds for which a stopping server still accepts calls while its health check returns NOT_SERVING; 0 to 30
     lame_duck, "listen", "lame_duck", "KVARTS_LISTEN_LAME_DUCK", "lame-duck", "SECONDS", "0";
     /// The server's certificate chain, a PEM file
     certificate, "tls", "certificate", "KVARTS_TLS_CERTIFICATE", "tls-certificate", "FILE", "none";
@@ -204,7 +204,7 @@ settings! {
     /// Memory for requests, in bytes
     memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory", "SIZE", "256 MiB";
     /// Part of the memory for requests that the tile cache may use while no request needs it; 0 for none
-    cache, "limits", "cache", "KVARTS_LIMITS_CACHE", "cache", "SIZE", "all of it";
+    cache, "limits", "cache", "KVARTS_LIMITS_CACHE", "cache", "SIZE", "all of limits.memory";
     /// Limit of the memory that local clients share with the server
     shared, "limits", "shared", "KVARTS_LIMITS_SHARED", "shared", "SIZE", "a quarter of the memory, at most 64 GiB";
     /// Limit of the memory of the index; blocks are evicted near the limit
@@ -219,7 +219,7 @@ settings! {
     cluster_name, "cluster", "name", "KVARTS_CLUSTER_NAME", "cluster-name", "NAME", "kvarts";
     /// The shared secret of the cluster's nodes: a file of 32 bytes or more
     cluster_secret, "cluster", "secret", "KVARTS_CLUSTER_SECRET", "cluster-secret", "FILE", "none";
-    /// This node's certificate chain for other nodes, a PEM file; its DNS name is kvarts- and the node's id
+    /// This node's certificate chain for other nodes, a PEM file; its DNS name is kvarts- followed by the node's id
     cluster_certificate, "cluster", "certificate", "KVARTS_CLUSTER_CERTIFICATE", "cluster-certificate", "FILE", "none";
     /// The key of this node's certificate, a PEM file
     cluster_key, "cluster", "key", "KVARTS_CLUSTER_KEY", "cluster-key", "FILE", "none";
@@ -241,15 +241,15 @@ settings! {
     cluster_etcd_password, "cluster", "etcd_password", "KVARTS_CLUSTER_ETCD_PASSWORD", "cluster-etcd-password", "FILE", "none";
     /// Address on which this node serves other nodes
     cluster_listen, "cluster", "listen", "KVARTS_CLUSTER_LISTEN", "cluster-listen", "ADDRESS", "this node's address among the members";
-    /// Port of this node's address for the blocks that other nodes read: set the port if a firewall is between the nodes
-    cluster_lane_port, "cluster", "lane_port", "KVARTS_CLUSTER_LANE_PORT", "cluster-lane-port", "NUMBER", "any that is free";
+    /// Port on which other nodes read blocks from this node; set the port if a firewall is between the nodes
+    cluster_lane_port, "cluster", "lane_port", "KVARTS_CLUSTER_LANE_PORT", "cluster-lane-port", "NUMBER", "any free port";
     /// Largest number of copies in this node's part of the directory, 20 bytes each
     cluster_entries, "cluster", "entries", "KVARTS_CLUSTER_ENTRIES", "cluster-entries", "NUMBER", "16000000";
     /// Limit of the bytes a second served to other nodes
     cluster_serve_rate, "cluster", "serve_rate", "KVARTS_CLUSTER_SERVE_RATE", "cluster-serve-rate", "SIZE", "no limit";
     /// Handling of puts of blocks that another node stores: store, keep (for a time) or single (not written)
     cluster_put, "cluster", "put", "KVARTS_CLUSTER_PUT", "cluster-put", "NAME", "store";
-    /// Reads a second from which a block of another node is copied to this node, or 0 for never
+    /// Rate of reads, in reads a second, at which a block of another node is copied to this node; 0 for never
     cluster_hot_reads, "cluster", "hot_reads", "KVARTS_CLUSTER_HOT_READS", "cluster-hot-reads", "NUMBER", "8";
     /// Time to live of automatic copies in seconds: hot blocks, and blocks of puts with keep
     cluster_copy_hold, "cluster", "copy_hold", "KVARTS_CLUSTER_COPY_HOLD", "cluster-copy-hold", "SECONDS", "600";
@@ -264,18 +264,18 @@ settings! {
     /// Seconds between two reads of a manifest of the bucket
     cold_refresh, "cold", "refresh", "KVARTS_COLD_REFRESH", "cold-refresh", "SECONDS", "30";
     /// Limit of the memory for restores: the bytes of blocks during a restore and some seconds longer
-    cold_memory, "cold", "memory", "KVARTS_COLD_MEMORY", "cold-memory", "SIZE", "as limits.memory, 128 MiB to 256 MiB";
+    cold_memory, "cold", "memory", "KVARTS_COLD_MEMORY", "cold-memory", "SIZE", "limits.memory, but 128 MiB to 256 MiB";
     /// Upload blocks to the bucket before their eviction: on or off
     cold_spill, "cold", "spill", "KVARTS_COLD_SPILL", "cold-spill", "NAME", "on";
     /// Recent uses that a block needs for its upload, 0 to 3
     cold_uses, "cold", "uses", "KVARTS_COLD_USES", "cold-uses", "NUMBER", "1";
-    /// Age that a block needs for its upload, and its least remaining time to live, in seconds
+    /// Least age, and least remaining time to live, of a block for its upload, in seconds
     cold_age, "cold", "age", "KVARTS_COLD_AGE", "cold-age", "SECONDS", "600";
-    /// Largest number of bytes a token for an upload: larger blocks are computed sooner than restored
+    /// Blocks with more bytes a token than this are not uploaded, because computing them is faster than restoring them
     cold_token_bytes, "cold", "token_bytes", "KVARTS_COLD_TOKEN_BYTES", "cold-token-bytes", "SIZE", "no limit";
     /// Limit of the bytes a second uploaded to the bucket
     cold_rate, "cold", "rate", "KVARTS_COLD_RATE", "cold-rate", "SIZE", "64 MiB";
-    /// Look-ups of connectors count blocks of the bucket: off, on, or the tokens a second that engines compute (on if a restore is faster)
+    /// Whether look-ups of connectors count blocks of the bucket: off, on, or the tokens that an engine computes in a second (counts blocks whose restore is faster)
     cold_offer, "cold", "offer", "KVARTS_COLD_OFFER", "cold-offer", "NAME", "off";
     /// Path from files to device memory: auto, direct, compatibility or staging
     cufile, "device", "cufile", "KVARTS_DEVICE_CUFILE", "cufile", "NAME", "auto";
