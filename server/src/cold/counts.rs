@@ -42,7 +42,7 @@ counts! {
     offered_blocks;
     /// Blocks that the directory listed on another node, which did not deliver them in time; they were requested from the bucket instead.
     not_from_nodes_blocks;
-    /// Bytes that reads received from restored blocks before these were stored on disk.
+    /// Bytes that reads received from restored blocks before the blocks were stored on disk.
     given_bytes;
     /// Pieces of reads whose deadline passed before they arrived from the bucket.
     late_pieces;
@@ -52,7 +52,7 @@ counts! {
     spilled_blocks;
     /// Bytes of uploaded blocks.
     spilled_bytes;
-    /// Blocks selected for an upload and not uploaded: evicted before it, or the upload failed.
+    /// Blocks that were selected for an upload but not uploaded: evicted before the upload, or the upload failed.
     let_go_blocks;
     /// Packs removed from a manifest because some of their blocks were deleted.
     withdrawn_packs;

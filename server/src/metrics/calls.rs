@@ -106,7 +106,7 @@ fn usage(out: &mut String, counted: &Counted) {
     let help =
         "Blocks that reads delivered, complete and verified, with the labels of kvarts_lookup_blocks_total.";
     family("kvarts_blocks_delivered_total", help, &|usage| vec![(String::new(), usage.delivered)]);
-    let help = "Blocks that reads requested and did not get, by reason. REASON_NOT_HERE: never stored, or evicted before the \
+    let help = "Blocks that reads requested but did not receive, by reason. REASON_NOT_HERE: never stored, or evicted before the \
                 read (take a lease with the match). Blocks that look-ups did not find are in kvarts_lookup_blocks_total.";
     family("kvarts_blocks_missed_total", help, &|usage| {
         usage.missed.iter().map(|(reason, count)| (format!(",reason=\"{reason}\""), *count)).collect()

@@ -96,7 +96,7 @@ fn directory(out: &mut String, status: &Status) {
     let OfferCounts { forwarded, last, taken, copied, failed } = status.offers;
     let what =
         [("forwarded", forwarded), ("last", last), ("taken", taken), ("copied", copied), ("failed", failed)];
-    let help = "Blocks offered to the owner of their chain, or as the last copy before its eviction; accepted offers; and blocks copied from offers of other nodes, or failed copies.";
+    let help = "Blocks of offers between nodes: offered to the owner of their chain; offered as the last copy before its eviction; accepted by other nodes; copied from offers of other nodes; copies that failed.";
     labelled(out, "kvarts_cluster_offered_blocks_total", "counter", help, "what", what);
     let others = || status.nodes.iter().filter(|node| !node.is_me);
     let of = |value: fn(&kvarts_peer::node::NodeStatus) -> u64| {

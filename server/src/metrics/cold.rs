@@ -52,7 +52,7 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
     for (of, _, most) in budgets {
         let _ = writeln!(out, "kvarts_cold_today_limit{{budget=\"{of}\"}} {most}");
     }
-    let help = "1 while requests to the bucket are paused after failures: its blocks are misses.";
+    let help = "1 while requests to the bucket are paused after failures: blocks of the bucket are misses.";
     one(out, "kvarts_cold_paused", "gauge", help, u8::from(counted.is_paused));
     let help = "1 while uploads are off, because the bucket does not support conditional puts.";
     one(out, "kvarts_cold_read_only", "gauge", help, u8::from(counted.is_read_only));

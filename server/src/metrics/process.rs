@@ -29,7 +29,7 @@ pub(super) fn process(out: &mut String) {
     let open = fs::read_dir("/proc/self/fd").ok().map(|all| (all.count() as u64).saturating_sub(1));
     gauge(out, "process_open_fds", "Open descriptors: segment files, connections, shared memory.", open);
     let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
-    let help = "The most descriptors that the process may open; raise it (ulimit -n) before process_open_fds is near.";
+    let help = "Limit of the open descriptors of the process; raise the limit (ulimit -n) before process_open_fds is near.";
     gauge(out, "process_max_fds", help, field(&limits, "Max open files"));
 }
 

@@ -17,7 +17,7 @@ pub(super) fn sessions(out: &mut String, sessions: &LiveSessions) {
     one(out, "kvarts_sessions_chains", "gauge", help, sessions.claimed_chains());
     let counts = &sessions.counts;
     let total = |count: &AtomicU64| count.load(Ordering::Relaxed);
-    let help = "Sessions that began: opened (those that came from other nodes among them), or forked.";
+    let help = "Sessions that began: opened (including sessions handed over from other nodes), or forked.";
     head(out, "kvarts_sessions_begun_total", "counter", help);
     for (how, count) in [("opened", &counts.opened), ("forked", &counts.forked)] {
         // Writing to a string cannot fail.

@@ -249,7 +249,7 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: 
         out,
         "kvarts_directory_out",
         "gauge",
-        "1 while a directory of the store is out of use, with the reason: its blocks are misses, and puts go to the others.",
+        "1 while a directory of the store is out of use, with the reason: its blocks are misses, and puts use the other directories.",
     );
     for (directory, at) in directories.iter().zip(0u16..) {
         let (why, shown) = (lost.get(&at), directory.display().to_string());
@@ -302,7 +302,7 @@ fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::driv
             let _ = writeln!(out, "{name}{{executor=\"{executor}\"}} {count}");
         }
     }
-    head(out, "kvarts_device_held_bytes", "gauge", "Memory in use of each executor, by user.");
+    head(out, "kvarts_device_held_bytes", "gauge", "Memory in use by each executor, by state.");
     for (executor, (_, queue)) in io.iter().enumerate() {
         for (what, bytes) in
             [("arena", queue.arena_bytes), ("stuck", queue.stuck_bytes), ("dropped", queue.dropped_bytes)]
@@ -449,7 +449,7 @@ fn memory(out: &mut String, state: &ServerState) {
         out,
         "kvarts_kept_tiles_bytes",
         "gauge",
-        "Tile cache: memory for requests with tiles of earlier reads, by part.",
+        "Memory of the tile cache (tiles of earlier reads), by part of the memory for requests.",
     );
     for (number, part) in ["large", "small"].into_iter().enumerate() {
         let bytes = state.memory.tiles().bytes(number);

@@ -116,7 +116,7 @@ counters! {
     encoded_bytes_after,
     /// Blocks delivered whole and verified.
     blocks_read,
-    /// Bytes read from devices for reads.
+    /// Bytes that reads read from devices.
     device_bytes_read,
     /// Bytes of reads that were copied from another read of the same blocks (single flight).
     bytes_shared,
@@ -126,7 +126,7 @@ counters! {
     blocks_quarantined,
     /// Segments recycled.
     segments_recycled,
-    /// Bytes given back to the file system as holes.
+    /// Bytes freed in the file system by punching holes.
     bytes_punched,
     /// Blocks evicted to make room.
     blocks_evicted,
