@@ -18,9 +18,9 @@ struct Cli {
 
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// Measure the engine beside a bare loop over the same files
+    /// Benchmark Kvarts against bare programs over the same data
     Bench(Box<kvarts_bench::BenchArgs>),
-    /// Run a trace against tiers in virtual time
+    /// Simulate a disk tier, an engine or a cluster in virtual time
     Sim(Box<kvarts_bench::sim::SimArgs>),
 }
 

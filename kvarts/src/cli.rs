@@ -39,7 +39,7 @@ struct Cli {
 
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// Measure the engine beside a bare loop over the same files
+    /// Benchmark Kvarts against bare programs over the same data
     Bench(lab_cmd::HandedOver),
     /// Show or change the disk budget of a running server
     Budget(client_cmd::BudgetArgs),
@@ -81,7 +81,7 @@ enum Command {
     Init(init_cmd::InitArgs),
     /// Show the segments and records of a store
     Inspect(inspect_cmd::InspectArgs),
-    /// List the blocks in the files of a directory, or without one the models of a running server
+    /// List the blocks in the files of a store, or without a directory the models of a running server
     Ls(ls_cmd::LsArgs),
     /// Write a manual page for each subcommand into a directory
     Man(ManArgs),
@@ -107,7 +107,7 @@ enum Command {
     Serve(Box<serve_cmd::ServeArgs>),
     /// Show the sessions of a running server, which hold the blocks of conversations
     Session(client_cmd::SessionArgs),
-    /// Run a trace against tiers in virtual time
+    /// Simulate a disk tier, an engine or a cluster in virtual time
     Sim(lab_cmd::HandedOver),
     /// Show the state, limits and counters of a running server
     Stat(client_cmd::AdminArgs),

@@ -44,7 +44,7 @@ enum LayoutName {
 /// The arguments of `compact`.
 #[derive(Args, Debug)]
 pub(crate) struct CompactArgs {
-    /// All directories of a store without a running server; without a directory a running server compacts
+    /// All directories of a store that no server uses; without a directory, a running server compacts its store
     #[arg(value_name = "DIR")]
     directories: Vec<PathBuf>,
     /// Write a new store into this directory, and leave the old one unchanged; once for each directory of the new store

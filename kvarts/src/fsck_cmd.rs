@@ -54,8 +54,8 @@ pub(crate) struct FsckArgs {
     /// With --repair: only print the changes, make none
     #[arg(long, requires = "repair")]
     dry_run: bool,
-    /// Also read a part of the same files without checks, half before and half after the check, bypassing
-    /// the cache if the file system allows it, and print the share of this rate that the check reached
+    /// Also read a part of the same files without checks, half before and half after the check, and print the
+    /// rate of the check divided by the rate of these reads; bypasses the page cache if the file system allows it
     #[arg(long, conflicts_with_all = ["quick", "repair"])]
     measure: bool,
     /// Print one JSON object

@@ -16,7 +16,7 @@ pub(crate) struct InitArgs {
     /// The directories of the store, separated by commas, one for each device [default: the directories of the configuration]
     #[arg(value_name = "DIRS")]
     at: Option<String>,
-    /// Print only this node's entry for the file of members, with the address where the other nodes reach it
+    /// Print only this node's entry for the file of members, with the address at which other nodes reach this node
     #[arg(long, value_name = "HOST:PORT", conflicts_with = "json")]
     member: Option<String>,
     /// Print one JSON object

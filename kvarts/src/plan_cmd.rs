@@ -33,7 +33,7 @@ pub(crate) struct PlanArgs {
 enum PlanCommand {
     /// Plan the restore of a prefix: the part to load, the part to compute again, the time gained
     Restore(Box<RestoreArgs>),
-    /// Show the bandwidth from which a load is faster than computing, for each model and device
+    /// Show the bandwidth above which a load is faster than computing, for each model and device
     BreakEven {
         /// Tokens of the prefix
         #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u64).range(256..=1 << 24))]
@@ -91,10 +91,10 @@ struct RestoreArgs {
     /// MB already queued on the disks ahead of this request
     #[arg(long, default_value_t = 0)]
     queue_mb: u64,
-    /// Stored windows and states: full, zero, or the tokens from one to the next
+    /// Stored windows and states: full, zero, or their distance in tokens
     #[arg(long, default_value = "full", value_parser = windows)]
     windows: Windows,
-    /// Computing during the load: layers (each layer once it is loaded), or none (after the whole load)
+    /// When the engine computes: layers (each layer once this layer is loaded), or none (after the whole load)
     #[arg(long, default_value = "layers", value_parser = overlap)]
     overlap: Overlap,
     /// Measured prefills, as for `calibrate`

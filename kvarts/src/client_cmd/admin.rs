@@ -17,8 +17,8 @@ use kvarts_terminal::Failure;
 /// The arguments of `budget`.
 #[derive(Args, Debug)]
 pub(crate) struct BudgetArgs {
-    /// The new limit of the store's bytes on disk, such as 5G, "3.5 TiB", or 90% of the server's disks; without it
-    /// the budget is shown
+    /// The new limit of the store's bytes on disk, such as 5G, "3.5 TiB", or 90% of the server's disks; without
+    /// a size the command shows the budget
     #[arg(value_name = "SIZE|PERCENT", value_parser = crate::sizes::budget)]
     size: Option<Budget>,
     #[command(flatten)]

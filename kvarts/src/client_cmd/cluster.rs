@@ -20,7 +20,7 @@ pub(crate) struct ClusterArgs {
 
 #[derive(Subcommand, Debug)]
 enum What {
-    /// Show the members, the reachable ones, their parts of the directory, and the speed of each path
+    /// Show the members, whether they are reachable, their parts of the directory, and the speed of each path
     Status(StatusArgs),
 }
 

@@ -26,7 +26,7 @@ pub(crate) struct GetArgs {
     model: ModelArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    /// The file for the leading blocks that are stored, or `-` for standard output
+    /// Write the leading blocks that are stored to this file, or to standard output with `-`
     #[arg(long, value_name = "FILE")]
     to: PathBuf,
     /// Replace an existing FILE, once at least one block is complete

@@ -26,7 +26,7 @@ pub(crate) struct PinArgs {
     model: ModelArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    /// The time, such as 90s, 30m, 12h; at most a day
+    /// Duration of the pin, such as 90s, 30m, 12h; at most a day
     #[arg(long, default_value = "1h", value_parser = subject::duration)]
     hold: Duration,
     /// End this pin instead of creating one
@@ -35,7 +35,7 @@ pub(crate) struct PinArgs {
     /// List pins, and leases of look-ups, instead of making a pin
     #[arg(long, conflicts_with_all = ["tokens", "keys", "release"])]
     list: bool,
-    /// With --list: of all tenants; needs the right `admin`
+    /// With --list: list the pins of all tenants; needs the right `admin`
     #[arg(long, requires = "list")]
     all_tenants: bool,
     #[command(flatten)]

@@ -16,7 +16,7 @@ use crate::plan_cmd;
 /// Arguments of a plan.
 #[derive(Args, Debug)]
 pub(super) struct PlanArgs {
-    /// Show which part loads faster than it recomputes; times come from the data sheet of --device, from --samples, or both
+    /// Show which part of the prefix loads faster than the engine computes it; times come from the data sheet of --device, from --samples, or both
     #[arg(long)]
     plan: bool,
     /// For --plan: a device: a100, h100, h200, h20, b200 or l40s
@@ -31,10 +31,10 @@ pub(super) struct PlanArgs {
     /// For --plan: number of leading blocks in device memory
     #[arg(long, default_value_t = 0, requires = "plan")]
     hbm_blocks: u32,
-    /// For --plan: boundaries, in blocks, with windows and states in device memory
+    /// For --plan: boundaries, as numbers of blocks, whose windows and states are in device memory
     #[arg(long, value_delimiter = ',', value_name = "BLOCKS", requires = "plan")]
     hbm_boundaries: Vec<u32>,
-    /// For --plan: computing during the load: layers (each layer once it is loaded), or none (after the whole load)
+    /// For --plan: when the engine computes: layers (each layer once this layer is loaded), or none (after the whole load)
     #[arg(long, default_value = "layers", value_parser = plan_cmd::overlap, requires = "plan")]
     overlap: Overlap,
 }

@@ -24,7 +24,7 @@ pub(crate) struct SessionArgs {
 
 #[derive(Subcommand, Debug)]
 enum What {
-    /// Show the sessions of the token's tenant: blocks, base and end of the lease of each
+    /// List the sessions of the token's tenant, each with its blocks, its base and the end of its lease
     List(ListArgs),
 }
 

@@ -51,7 +51,7 @@ pub(crate) struct ServerArgs {
     /// For https: the authority of the server's certificate, a PEM file
     #[arg(long, value_name = "FILE")]
     authority: Option<PathBuf>,
-    /// For a socket and a token: the number of the server's user, if it is neither you nor root
+    /// For a socket with a token: the user id of the server, if the server runs neither as your user nor as root
     /// [default: $KVARTS_SERVER_UID]
     #[arg(long, value_name = "UID")]
     server_uid: Option<u32>,

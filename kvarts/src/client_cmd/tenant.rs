@@ -21,14 +21,14 @@ pub(crate) struct TenantArgs {
 
 #[derive(Subcommand, Debug)]
 enum TenantCommand {
-    /// Delete all blocks of a tenant, also of one that was removed from the configuration
+    /// Delete all blocks of a tenant, even if the tenant was removed from the configuration
     Purge(PurgeArgs),
 }
 
 /// The arguments of `tenant purge`.
 #[derive(Args, Debug)]
 struct PurgeArgs {
-    /// The name of the tenant in the configuration, now or before
+    /// The name of the tenant in the present or a former configuration
     #[arg(required_unless_present_any = ["salt", "unsalted"])]
     name: Option<String>,
     /// Instead of a name: the salt of a tenant that was removed from the configuration

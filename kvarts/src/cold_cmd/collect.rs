@@ -21,10 +21,10 @@ pub(super) struct GcArgs {
     /// Only this namespace
     #[arg(long, value_name = "ID")]
     namespace: Option<NamespaceId>,
-    /// Delete packs that were added longer ago than this, such as 30d
+    /// Delete packs that were added more than this time ago, such as 30d
     #[arg(long, value_name = "TIME", value_parser = duration)]
     older: Option<Duration>,
-    /// Keep at most this many bytes of packs in each namespace, such as 100G; the oldest go first
+    /// Keep at most this many bytes of packs in each namespace, such as 100G; the oldest packs are deleted first
     #[arg(long, value_name = "BYTES", value_parser = sizes::bytes)]
     most: Option<u64>,
     /// Time between the removal of a pack from the manifest and its deletion; at least 1h

@@ -32,7 +32,7 @@ use crate::offline::{Place, now_ms, write_json};
 /// The arguments of `cold push`.
 #[derive(Args, Debug)]
 pub(super) struct PushArgs {
-    /// All directories of a store; without one a running server pushes its blocks into its own bucket
+    /// All directories of a store; without a directory, a running server pushes its blocks into its own bucket
     #[arg(value_name = "DIR", requires = "bucket")]
     directories: Vec<PathBuf>,
     /// Further directories of the store

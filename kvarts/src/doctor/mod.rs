@@ -31,7 +31,7 @@ pub(crate) struct DoctorArgs {
     /// The bucket of a cold tier, tested with one small object: s3://BUCKET/PREFIX or file:///DIRECTORY
     #[arg(long, value_name = "URL")]
     bucket: Option<String>,
-    /// An engine: check that the engine provides the interfaces that the connectors of Kvarts need
+    /// Check that this engine provides the interfaces that the connectors of Kvarts need
     #[arg(long, value_name = "ENGINE", value_parser = ["vllm", "sglang", "lmcache"])]
     engine: Option<String>,
     /// The Python in which the engine and Kvarts' module are installed

@@ -30,7 +30,7 @@ use kvarts_terminal::Failure;
 pub(crate) struct ExportArgs {
     #[command(flatten)]
     place: Place,
-    /// The new file; an existing one is refused
+    /// The new file; the command fails if the file exists
     #[arg(long, value_name = "FILE")]
     to: PathBuf,
     #[command(flatten)]

@@ -64,7 +64,7 @@ pub(crate) struct Destination {
     /// With --create: shards in each directory
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     shards: u32,
-    /// Disk budget of the store in GiB; a smaller one evicts blocks [default: enough to evict none]
+    /// Disk budget of the store in GiB; if the budget is too small, the store evicts blocks [default: enough to evict none]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     budget_gib: Option<u64>,
     /// Runtime of the executors: auto, glommio or threads

@@ -17,7 +17,7 @@ use kvarts_terminal::Failure;
 /// The arguments of `ls`.
 #[derive(Args, Debug)]
 pub(crate) struct LsArgs {
-    /// A directory of a store to read offline; without one the command calls a running server
+    /// A directory of a store to read offline; without a directory, the command calls a running server
     #[arg(value_name = "DIR")]
     directory: Option<PathBuf>,
     /// Further directories of the store
