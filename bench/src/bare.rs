@@ -73,9 +73,13 @@ impl Bare {
                     Err(error) => drop(ready.send(Err(error.to_string()))),
                 }
             });
-            let thread =
-                thread.map_err(|error| Failure::User(format!("no thread for the bare loop: {error}")))?;
-            is_ready.recv().unwrap_or_else(|_| Err("a thread ended".to_owned())).map_err(Failure::User)?;
+            let thread = thread.map_err(|error| {
+                Failure::User(format!("a thread of the bare loop could not be started: {error}"))
+            })?;
+            is_ready
+                .recv()
+                .unwrap_or_else(|_| Err("a thread of the bare loop ended before it was ready".to_owned()))
+                .map_err(Failure::User)?;
             started.push((Some(jobs), thread));
         }
         Ok(Self { lanes: started })
@@ -103,7 +107,7 @@ impl Bare {
         let take = |answer: Receiver<Result<T, String>>| {
             answer
                 .recv()
-                .unwrap_or_else(|_| Err("a lane of the bare loop ended".to_owned()))
+                .unwrap_or_else(|_| Err("a thread of the bare loop ended without a result".to_owned()))
                 .map_err(Failure::User)
         };
         answers.into_iter().map(take).collect()
@@ -173,7 +177,7 @@ impl Plan {
                     at += len;
                     scratch
                         .slice(at - len, len)
-                        .ok_or_else(|| Failure::user("an extent larger than the arena"))?
+                        .ok_or_else(|| Failure::user("an extent is larger than the arena"))?
                 }
             };
             bytes += u64::from(extent.len);
@@ -309,7 +313,12 @@ impl Lane {
             for done in completions.drain(..) {
                 let at = done.token.0 as usize;
                 if u64::try_from(done.result).ok() != Some(len(at)) {
-                    return Err(format!("{}: moved {} of {} bytes", extents[at].path, done.result, len(at)));
+                    return Err(format!(
+                        "{}: the read returned {} instead of {} bytes",
+                        extents[at].path,
+                        done.result,
+                        len(at)
+                    ));
                 }
                 in_flight -= len(at);
                 left -= 1;

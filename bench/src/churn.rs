@@ -113,7 +113,7 @@ pub(super) fn run(arguments: &ChurnArgs, out: &mut dyn Write) -> Result<(), Fail
         progress(&format!("filling: {} MiB", store.stats().allocated_bytes >> 20));
         if begin.elapsed() > FILL_MAX {
             return Err(Failure::user(
-                "the store was not full after ten minutes: a smaller --budget-mib would be",
+                "the store was not full after ten minutes: use a smaller --budget-mib",
             ));
         }
     }
@@ -137,7 +137,7 @@ impl Churn<'_> {
             durability: Durability::Relaxed,
             ..self.subject.put(keys, Parent::Root, self.source.clone(), None)?
         };
-        let reply = block_on(self.store.put(request)).map_err(|_| Failure::user("the store ended"))?;
+        let reply = block_on(self.store.put(request)).map_err(|_| Failure::user("the store has stopped"))?;
         let outcomes = reply.map_err(Failure::user)?.outcomes;
         let stored = |outcome: &_| matches!(outcome, kvarts_contract::api::BlockOutcome::Stored);
         self.refused += outcomes.iter().filter(|outcome| !stored(outcome)).count() as u64;
@@ -222,7 +222,7 @@ fn resident() -> Result<f64, Failure> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
     let kib = line.and_then(|rest| rest.split_whitespace().next()).and_then(|word| word.parse::<f64>().ok());
     kib.map(|kib| kib * 1024.0)
-        .ok_or_else(|| Failure::user("/proc/self/status does not tell the resident memory"))
+        .ok_or_else(|| Failure::user("/proc/self/status has no line VmRSS with the resident memory"))
 }
 
 fn count(directory: &str) -> Result<f64, Failure> {

@@ -46,7 +46,7 @@ pub(super) fn run(arguments: &CrossoverArgs, out: &mut dyn Write) -> Result<(), 
     let common = &arguments.common;
     if let Some(kib) = arguments.chunk_kib.iter().find(|kib| !(1..=512).contains(*kib)) {
         return Err(Failure::User(format!(
-            "chunks of {kib} KiB: there are 1 to 512, two blocks must fit a record"
+            "--chunk-kib {kib}: use 1 to 512, because a record must have space for two blocks"
         )));
     }
     let bytes = (arguments.mib << 20) * 2 * arguments.chunk_kib.len() as u64;

@@ -79,7 +79,7 @@ pub(super) fn run(arguments: &EncodedArgs, out: &mut dyn Write) -> Result<(), Fa
     let seconds = begun.elapsed().as_secs_f64();
     if done.records_encoded == 0 && !arguments.noise {
         return Err(Failure::user(
-            "no record came to be encoded, so nothing would be compared: a larger --mib would be",
+            "no record was encoded, so there is nothing to compare: use a larger --mib",
         ));
     }
     let requests = [request(&subject, &raw)?, request(&subject, &encoded)?];
@@ -121,7 +121,9 @@ fn fill(
     let Some(memory) = memory else { return subject.fill(store, keys, 8, None) };
     for keys in keys.chunks(8) {
         let len = subject.shape.block_bytes() as usize * keys.len();
-        let from = memory.slice(0, len).ok_or_else(|| Failure::user("no memory"))?;
+        let from = memory
+            .slice(0, len)
+            .ok_or_else(|| Failure::user("the memory of the benchmark is too small for a put"))?;
         let request = subject.put(keys.to_vec(), kvarts_contract::api::Parent::Root, from, None)?;
         expect_stored(&block_on(store.put(request)))?;
     }
@@ -174,7 +176,7 @@ fn read(store: &Store, request: &ReadRequest) -> Result<Sample, Failure> {
     };
     let seconds = begin.elapsed().as_secs_f64();
     if let Some((block, reason)) = end.failures.first() {
-        return Err(Failure::User(format!("block {block} did not come: {reason}")));
+        return Err(Failure::User(format!("block {block} was not read: {reason}")));
     }
     Ok(Sample { seconds, cpu: cpu_seconds() - cpu, first })
 }

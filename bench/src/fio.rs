@@ -70,7 +70,7 @@ impl Fio {
         }
         let output = command.output()?;
         let report: Value = serde_json::from_slice(&output.stdout)
-            .map_err(|error| Failure::User(format!("fio said nothing that can be read: {error}")))?;
+            .map_err(|error| Failure::User(format!("the report of fio is not valid JSON: {error}")))?;
         let jobs = report["jobs"].as_array().cloned().unwrap_or_default();
         let runtime = |job: &Value| job["read"]["runtime"].as_f64().unwrap_or(0.0);
         let slowest = jobs.iter().map(runtime).fold(0.0, f64::max);
@@ -78,7 +78,7 @@ impl Fio {
             let why = String::from_utf8_lossy(&output.stderr);
             return Err(Failure::User(format!(
                 "fio: {}",
-                why.lines().next().unwrap_or("no read was reported")
+                why.lines().next().unwrap_or("its report has no reads")
             )));
         }
         Ok(Sample { seconds: slowest / 1e3, ..Sample::default() })

@@ -72,7 +72,7 @@ pub(super) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failu
     let disks = open(&directories)?;
     let mut found = Findings::default();
     let store = survey(&disks, &mut found).map_err(Failure::user)?;
-    let store = store.ok_or_else(|| Failure::user("the store is gone"))?;
+    let store = store.ok_or_else(|| Failure::user("the directory of the benchmark has no store"))?;
     let written = written_ends(&store, threads);
     setup::progress("checking and reading in turn");
     let contestants: Vec<Contestant<'_>> = vec![
@@ -99,7 +99,7 @@ fn checked(store: &Checked, options: &CheckOptions) -> Result<Sample, Failure> {
     let checked = check(store, options, &tally, Findings::default()).map_err(Failure::user)?;
     let seconds = begin.elapsed().as_secs_f64();
     if !checked.findings.is_clean() {
-        return Err(Failure::user("the store that was measured is not clean"));
+        return Err(Failure::user("the check found problems in the store of the benchmark"));
     }
     Ok(Sample { seconds, cpu: cpu_seconds() - cpu, first: tally.bytes() as f64 })
 }

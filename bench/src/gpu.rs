@@ -196,7 +196,10 @@ fn one_model(
         row["tp"] = json!(arguments.tp);
         bytes.as_object().into_iter().flatten().for_each(|(name, value)| row[name] = value.clone());
     }
-    report.note(format!("{model}, {} ranks, bytes and the way back: {bytes}", arguments.tp));
+    report.note(format!(
+        "{model}, {} ranks, comparison of bytes and copies back from the device: {bytes}",
+        arguments.tp
+    ));
     if let Some(used) = stage.pipeline.direct_use() {
         let why = used.last_reason.map(|why| format!(", the last because {why}")).unwrap_or_default();
         let bytes = used.bytes;
@@ -311,7 +314,9 @@ impl<'a> Stage<'a> {
         let sample = Sample { seconds: begin.elapsed().as_secs_f64(), cpu: cpu_seconds() - cpu, first };
         match end.reason {
             None => Ok(sample),
-            Some(reason) => Err(Failure::User(format!("{} layers came: {reason}", end.usable_layers))),
+            Some(reason) => {
+                Err(Failure::User(format!("only {} layers arrived: {reason}", end.usable_layers)))
+            }
         }
     }
 

@@ -74,7 +74,7 @@ impl FromStr for LayoutChoice {
             "auto" => Ok(Self(None)),
             "full-block" => Ok(Self(Some(Layout::FullBlock))),
             "layer-block" => Ok(Self(Some(Layout::LayerBlock))),
-            _ => Err(format!("unknown layout {name:?}; there are auto, full-block and layer-block")),
+            _ => Err(format!("the layout {name:?} does not exist: use auto, full-block or layer-block")),
         }
     }
 }
@@ -99,7 +99,7 @@ impl FromStr for VerifyChoice {
             ("always", _) => Ok(Self(Verify::Always)),
             ("never", _) => Ok(Self(Verify::Never)),
             (_, Some(thousandths)) => Ok(Self(Verify::Sample(thousandths))),
-            _ => Err(format!("unknown verification {name:?}; there are always, never and sample:N")),
+            _ => Err(format!("the verification {name:?} does not exist: use always, never or sample:N")),
         }
     }
 }
@@ -189,7 +189,7 @@ impl Race {
         if end.usable_blocks != self.blocks {
             let why = end.failures.first().map(|(_, reason)| reason.to_string());
             return Err(Failure::User(format!(
-                "{} of {} blocks came: {why:?}",
+                "only {} of {} blocks were read: {why:?}",
                 end.usable_blocks, self.blocks
             )));
         }

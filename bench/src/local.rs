@@ -71,7 +71,8 @@ impl Subject {
 
     fn read(&self, region: &std::sync::Arc<Region>, keys: usize) -> Result<ReadRequest, Failure> {
         let bytes = self.shape.block_bytes() as usize * keys;
-        let buf = SharedBuf::new(region, 0, bytes).ok_or_else(|| Failure::user("no memory"))?;
+        let buf = SharedBuf::new(region, 0, bytes)
+            .ok_or_else(|| Failure::user("the memory of the benchmark is too small for a read"))?;
         Ok(ReadRequest {
             namespace: self.namespace,
             group: self.group,
@@ -93,7 +94,7 @@ fn whole(store: &dyn KvStore, request: ReadRequest) -> Result<(), Failure> {
     let stream = store.read(request).map_err(Failure::user)?;
     let end = stream.wait_end().map_err(Failure::user)?;
     if end.usable_blocks as usize != blocks {
-        return Err(Failure::User(format!("a read was not whole: {end:?}")));
+        return Err(Failure::User(format!("a read did not return all blocks: {end:?}")));
     }
     Ok(())
 }
@@ -176,7 +177,7 @@ fn overheads(
         let found = store.match_prefix(&request).map_err(Failure::user)?;
         match found.usable.longest.blocks as usize == many.keys.len() {
             true => Ok(()),
-            false => Err(Failure::user("a lookup found less than there is")),
+            false => Err(Failure::user("a look-up found fewer blocks than the store has")),
         }
     };
     let read = |store: &dyn KvStore| whole(store, page.read(&pool, 1)?);
@@ -205,7 +206,7 @@ fn overheads(
     };
     let p50: Vec<f64> = all.iter_mut().map(p50).collect();
     let [local_match, engine_match, ping, local_read, engine_read, pong] = p50[..] else {
-        return Err(Failure::user("no measurements"));
+        return Err(Failure::user("a measurement is missing"));
     };
     let of_match = (local_match - engine_match) / ping;
     let of_read = (local_read - engine_read) / pong;

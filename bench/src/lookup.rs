@@ -72,10 +72,10 @@ pub(super) fn run(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(), Fail
     let mut map: HashMap<[u8; 32], u64> = HashMap::with_capacity(keys.len());
     map.extend(keys.iter().zip(0..).map(|(key, place)| (key.0, place)));
     let prompts = prompts(&keys, arguments);
-    let times: Times = model("llama-3.1-8b")
-        .zip(device("h100"))
-        .map(|(m, d)| Roofline::new(m, d, 1).into())
-        .ok_or_else(|| Failure::user("the planner's model and device are gone"))?;
+    let times: Times =
+        model("llama-3.1-8b").zip(device("h100")).map(|(m, d)| Roofline::new(m, d, 1).into()).ok_or_else(
+            || Failure::user("the planner has no compute times of the model llama-3.1-8b on the device h100"),
+        )?;
     let found = |keys: &[BlockKey], is_planned: bool| {
         let prompt_tokens = keys.len() as u64 * u64::from(subject.block_tokens) + 1;
         let terms = PlanTerms::new(prompt_tokens, &times);
@@ -142,7 +142,7 @@ fn timed(
     for keys in prompts {
         let found = look(keys)?;
         if found != keys.len() {
-            return Err(Failure::User(format!("{found} of {} keys were found", keys.len())));
+            return Err(Failure::User(format!("only {found} of {} keys were found", keys.len())));
         }
     }
     Ok(Sample { seconds: begin.elapsed().as_secs_f64(), cpu: cpu_seconds() - cpu, first: 0.0 })

@@ -289,7 +289,7 @@ impl Hot {
             side.seconds.push(asked.elapsed().as_secs_f64());
             if u64::from(end.usable_blocks) != PREFIX_BLOCKS {
                 let why = end.failures.first().map(|(_, reason)| reason.to_string());
-                return Err(Failure::User(format!("a leased block did not come: {why:?}")));
+                return Err(Failure::User(format!("a leased block was not read: {why:?}")));
             }
             side.bytes += self.layer_bytes as f64;
         }

@@ -45,10 +45,7 @@ pub(super) fn run(arguments: &OpenArgs, out: &mut dyn Write) -> Result<(), Failu
     let common = &arguments.common;
     let segment_bytes = arguments.segment_mib.saturating_mul(1 << 20);
     if !is_segment_size(segment_bytes) {
-        return Err(Failure::User(format!(
-            "segments of {} MiB: there are 1 to 16384",
-            arguments.segment_mib
-        )));
+        return Err(Failure::User(format!("--segment-mib {}: use 1 to 16384", arguments.segment_mib)));
     }
     let scratch = Scratch::new(common, room(arguments.blocks) * 4)?;
     let options = Options { budget_bytes: room(arguments.blocks), segment_bytes, ..Options::default() };
@@ -181,8 +178,9 @@ fn plan(root: &Path, store: &Path, bytes: u64, lanes: usize) -> Result<Plan, Fai
         for offset in (0..end).step_by(READ_BYTES as usize) {
             let bytes = READ_BYTES.min(end - offset);
             at = if at + bytes > window { 0 } else { at };
-            let memory =
-                memory.slice(at as usize, bytes as usize).ok_or_else(|| Failure::user("no memory"))?;
+            let memory = memory
+                .slice(at as usize, bytes as usize)
+                .ok_or_else(|| Failure::user("the memory of the benchmark is too small for a put"))?;
             at += bytes;
             total += bytes;
             by_lane[number % lanes].push(Extent { path: Arc::clone(&path), offset, memory });

@@ -78,7 +78,7 @@ impl Shape {
 pub(super) fn run(arguments: &PutArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let common = &arguments.common;
     if let Some(group) = arguments.groups.iter().find(|group| !(1..=64).contains(*group)) {
-        return Err(Failure::User(format!("groups of {group}: there are 1 to 64")));
+        return Err(Failure::User(format!("--groups {group}: use 1 to 64")));
     }
     let fresh_bytes = (arguments.mib << 20) * u64::from(common.pairs + 1);
     let segment = arguments.segment_mib << 20;
@@ -217,7 +217,9 @@ impl Bench<'_> {
             }
             put(self.store, self.source, shape, 2, self.number)?;
         }
-        Err(Failure::user("the store did not come to recycle a segment"))
+        Err(Failure::user(
+            "the store recycled no segment, so the puts would not be compared on recycled files",
+        ))
     }
 }
 
@@ -239,7 +241,8 @@ fn put(
         for place in 0..shape.group {
             let at = (group * shape.group + place) * shape.record_bytes;
             let memory = source.slice(at as usize, shape.record_bytes as usize);
-            let memory = memory.ok_or_else(|| Failure::user("a round larger than its memory"))?;
+            let memory = memory
+                .ok_or_else(|| Failure::user("the memory of the benchmark is too small for a round"))?;
             *number += 1;
             let request = shape.subject.put(vec![key(3, *number)], Parent::Unknown, memory, None)?;
             tickets.push(store.put(request));
@@ -322,7 +325,8 @@ impl Files {
                 let offset = begin % FILE_BYTES + place * each;
                 let at = (group * shape.group + place) * shape.record_bytes;
                 let memory = self.source.slice(at as usize, shape.record_bytes as usize);
-                let memory = memory.ok_or_else(|| Failure::user("a round larger than its memory"))?;
+                let memory = memory
+                    .ok_or_else(|| Failure::user("the memory of the benchmark is too small for a round"))?;
                 let header = self.header.clone();
                 extents.push(Extent { path: Arc::clone(&path), offset, memory: header });
                 extents.push(Extent { path: Arc::clone(&path), offset: offset + HEADER_BYTES, memory });
@@ -354,7 +358,8 @@ impl Files {
             for path in (0..made).map(Self::path) {
                 for offset in (0..FILE_BYTES).step_by(source.len()) {
                     let len = source.len().min((FILE_BYTES - offset) as usize);
-                    let memory = source.slice(0, len).ok_or("no memory")?;
+                    let memory =
+                        source.slice(0, len).ok_or("the memory of the benchmark is too small for a put")?;
                     lane.write(&[Extent { path: Arc::clone(&path), offset, memory }])?;
                 }
                 lane.flush(&path)?;

@@ -70,7 +70,7 @@ fn read_trace(path: &PathBuf) -> Result<Vec<(f64, Vec<u64>)>, Failure> {
         let read = bounded.read_until(b'\n', &mut line).map_err(|error| fault(error.to_string()))?;
         if read == 0 {
             return match requests.is_empty() {
-                true => Err(fault("it has no requests".to_owned())),
+                true => Err(fault("the trace has no requests".to_owned())),
                 false => Ok(requests),
             };
         }

@@ -24,7 +24,11 @@ impl Scratch {
         let space = rustix::fs::statvfs(&below).map_err(|error| fault(&error))?;
         let free = space.f_bavail.saturating_mul(space.f_frsize);
         if free < bytes {
-            return Err(fault(&format!("{} MiB free, the run needs {}", free >> 20, bytes >> 20)));
+            return Err(fault(&format!(
+                "{} MiB are free, but the run needs {} MiB: free space, or use another --dir",
+                free >> 20,
+                bytes >> 20
+            )));
         }
         let path = below.join(format!("kvarts-bench-{}", std::process::id()));
         let make = || std::fs::create_dir(&path).map_err(|error| told(&error));

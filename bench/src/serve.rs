@@ -245,7 +245,7 @@ fn prepare(
 }
 
 fn endpoint_of(daemon: &Daemon) -> Result<String, Failure> {
-    let address = daemon.grpc().ok_or_else(|| Failure::user("the server listens nowhere"))?;
+    let address = daemon.grpc().ok_or_else(|| Failure::user("the server has no gRPC address"))?;
     Ok(format!("http://{address}"))
 }
 
@@ -313,7 +313,7 @@ fn fill(
     let mut parent = Parent::Root;
     for some in keys.chunks(batch) {
         let from = memory.slice(0, shape.block_bytes() as usize * some.len());
-        let from = from.ok_or_else(|| Failure::user("no memory"))?;
+        let from = from.ok_or_else(|| Failure::user("the memory of the benchmark is too small for a put"))?;
         let request = PutRequest {
             namespace,
             group,
@@ -346,9 +346,9 @@ async fn read(mut client: ReadsClient<Channel>, request: proto::ReadRequest) -> 
     let mut stream = client.get_layers(request).await.map_err(Failure::user)?.into_inner();
     let mut bytes = 0;
     while let Some(reply) = stream.message().await.map_err(Failure::user)? {
-        let Some(part) = reply.part else { return Err(Failure::user("a message without a part")) };
+        let Some(part) = reply.part else { return Err(Failure::user("a message of the server is empty")) };
         if digest.read(&part) != reply.crc32 {
-            return Err(Failure::user("bytes were damaged on the way"));
+            return Err(Failure::user("bytes were damaged in transit"));
         }
         if let proto::read_reply::Part::Data(data) = part {
             bytes += data.data.len() as u64;
@@ -369,7 +369,7 @@ fn sample(
     let sample = Sample { seconds: start.elapsed().as_secs_f64(), cpu: cpu_seconds() - cpu, first: 0.0 };
     // The bare server sends whole messages: it may be short of one.
     if expected - bytes >= limits::FRAME_BYTES as u64 {
-        return Err(Failure::User(format!("{bytes} of {expected} bytes came")));
+        return Err(Failure::User(format!("only {bytes} of {expected} bytes were received")));
     }
     Ok(sample)
 }

@@ -200,7 +200,9 @@ impl Subject {
         for (done, keys_put) in keys.chunks(batch).enumerate() {
             progress(&format!("storing: {} of {} blocks", done * batch, keys.len()));
             let len = self.shape.block_bytes() as usize * keys_put.len();
-            let from = memory.slice(0, len).ok_or_else(|| Failure::user("no memory"))?;
+            let from = memory
+                .slice(0, len)
+                .ok_or_else(|| Failure::user("the memory of the benchmark is too small"))?;
             let request = self.put(keys_put.to_vec(), parent, from, layout)?;
             expect_stored(&block_on(store.put(request)))?;
             parent = keys_put.last().map_or(Parent::Root, |last| Parent::Key(*last));
@@ -227,7 +229,7 @@ pub(super) fn expect_stored(answer: &PutAnswer) -> Result<(), Failure> {
             )))
         }
         Ok(Err(error)) => Err(Failure::user(error)),
-        Err(_) => Err(Failure::user("the store ended")),
+        Err(_) => Err(Failure::user("the store has stopped")),
     }
 }
 
@@ -252,9 +254,10 @@ pub(super) fn mix(state: &mut u64) -> u64 {
 
 /// Memory of this many bytes, or why there is none.
 pub(super) fn memory(len: usize) -> Result<SharedBuf, Failure> {
-    let region = Region::anonymous(len)
-        .map_err(|error| Failure::User(format!("{} MiB of memory: {error}", len >> 20)))?;
-    SharedBuf::new(&region, 0, len).ok_or_else(|| Failure::user("no memory"))
+    let region = Region::anonymous(len).map_err(|error| {
+        Failure::User(format!("{} MiB of memory could not be allocated: {error}", len >> 20))
+    })?;
+    SharedBuf::new(&region, 0, len).ok_or_else(|| Failure::user("the memory of the benchmark is too small"))
 }
 
 /// Memory full of bytes that nothing compresses.

@@ -78,7 +78,9 @@ impl Reader<'_> {
     fn begin(&mut self, blocks: u64, into: usize) -> Result<ReadStream, Failure> {
         let at = self.random(self.keys.len() as u64 - blocks) as usize;
         let bytes = self.subject.shape.block_bytes() * blocks;
-        let memory = self.into[into].slice(0, bytes as usize).ok_or_else(|| Failure::user("no memory"))?;
+        let memory = self.into[into]
+            .slice(0, bytes as usize)
+            .ok_or_else(|| Failure::user("the memory of the benchmark is too small for a read"))?;
         let request = ReadRequest {
             namespace: self.subject.namespace,
             group: self.subject.group,
@@ -120,7 +122,7 @@ fn ended(stream: &ReadStream, blocks: u64) -> Result<(), Failure> {
     loop {
         if let ReadEvent::End(end) = stream.next_blocking() {
             let whole = u64::from(end.usable_blocks) == blocks;
-            return if whole { Ok(()) } else { Err(Failure::user("a stored block did not come")) };
+            return if whole { Ok(()) } else { Err(Failure::user("a stored block was not read")) };
         }
     }
 }
@@ -199,7 +201,7 @@ fn tell(report: &mut Report, reads: &[Timed], block_bytes: u64) {
             errors.push((said / took - 1.0).abs());
             rows.push(json!({"kib": block_bytes << bits >> 10, "said_ms": said, "took_ms": took, "reads": class().count()}));
             report.note(format!(
-                "{name}, {} KiB and more: said {said:.3} ms, took {took:.3} ms (medians)",
+                "{name}, {} KiB and more: predicted {said:.3} ms, measured {took:.3} ms (medians)",
                 block_bytes << bits >> 10
             ));
         }

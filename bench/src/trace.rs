@@ -24,7 +24,7 @@ pub(super) struct TraceArgs {
 fn shape(name: &str) -> Result<Shape, String> {
     Shape::named(name).ok_or_else(|| {
         let names = Shape::ALL.map(Shape::name);
-        format!("no shape is named `{name}`: take one of {}", names.join(", "))
+        format!("no shape is named `{name}`: use one of {}", names.join(", "))
     })
 }
 

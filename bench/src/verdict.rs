@@ -132,7 +132,7 @@ impl Verdict {
         let (word, text) = match cfg!(debug_assertions) {
             true => (
                 "debug-build",
-                "this is a debug build: its figures say nothing; build with --release".to_owned(),
+                "the figures of a debug build are meaningless: build with --release".to_owned(),
             ),
             false => said(&judged, is_quotable),
         };
@@ -154,7 +154,8 @@ impl Verdict {
 /// The word of a run, and its text.
 fn said(judged: &[Judged], is_quotable: bool) -> (&'static str, String) {
     if !is_quotable {
-        let text = "noisy run: a control, one contestant against itself, is off by more than 5%; repeat on an idle machine";
+        let text = "noisy run: a control, the ratio of a program to itself, differs from 1 by more than 5%; \
+            repeat on an idle machine";
         return ("noisy", text.to_owned());
     }
     let some = |word: Word| judged.iter().filter(move |one| one.word == word);
@@ -165,18 +166,22 @@ fn said(judged: &[Judged], is_quotable: bool) -> (&'static str, String) {
     };
     let [met, missed, undecided] = [Word::Met, Word::Missed, Word::Undecided].map(|word| some(word).count());
     match (met, missed, undecided) {
-        (0, 0, 0) => ("none", "nothing is expected of this benchmark's figures: compare two runs".to_owned()),
+        (0, 0, 0) => ("none", "this benchmark has no expected figures: compare two runs".to_owned()),
         (_, 0, 0) => ("as-expected", format!("as expected: {}", told(Word::Met))),
         (_, 0, _) => (
             "undecided",
             format!(
-                "undecided, the noise of this run reaches the bar: {}; repeat on an idle machine, with more rounds",
+                "undecided, because the noise of this run includes the expected bound: {}; repeat on an idle \
+                machine, with more rounds",
                 told(Word::Undecided)
             ),
         ),
         _ => (
             "worse",
-            format!("worse than expected: {}; docs/PERFORMANCE.md says what bounds it", told(Word::Missed)),
+            format!(
+                "worse than expected: {}; docs/PERFORMANCE.md explains the limits of the figures",
+                told(Word::Missed)
+            ),
         ),
     }
 }

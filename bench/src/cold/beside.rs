@@ -58,7 +58,7 @@ impl<'a> Reader<'a> {
             let end = self.stage.store().read(request).map_err(Failure::user)?.wait_end();
             seconds.push(begun.elapsed().as_secs_f64());
             if end.map_err(Failure::user)?.usable_blocks != 1 {
-                return Err(Failure::user("a block of own reads did not come"));
+                return Err(Failure::user("a read of the node's own store did not return its block"));
             }
         }
         seconds.sort_by(f64::total_cmp);
@@ -94,7 +94,7 @@ pub(super) fn phases(reader: &Reader<'_>, arguments: &ColdArgs, work: &Work<'_>)
             std::thread::sleep(RUN_UP);
             let p99 = reader.p99(arguments.reads, &mut state);
             is_over.store(true, Ordering::Release);
-            let worked = working.join().map_err(|_| Failure::user("a thread of the benchmark ended"))?;
+            let worked = working.join().map_err(|_| Failure::user("a thread of the benchmark panicked"))?;
             worked.and(p99)
         })?;
         seconds += begun.elapsed().as_secs_f64();

@@ -109,7 +109,10 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
     report.median("restore_cpu_ratio", rounds.paired("restore", "bare", |a, b| a.cpu / b.cpu.max(1e-9)));
     report.median("fetch_cpu_ratio", rounds.paired("fetch", "bare", |a, b| a.cpu / b.cpu.max(1e-9)));
     stage.clean(BELOW)?;
-    report.note("restores begin with nothing in memory: manifest and indexes are read each time; processor time is without the benchmark's own storage");
+    report.note(
+        "each restore begins with empty caches and reads the manifest and the indexes; the processor \
+        time excludes the benchmark's own object storage",
+    );
     Ok(())
 }
 
@@ -169,7 +172,11 @@ impl Ground<'_> {
             let read = read.try_fold(0, |sum, bytes| async move { Ok(sum + bytes.len() as u64) });
             let read = self.stage.runtime.block_on(read).map_err(Failure::user)?;
             let all: u64 = self.ranges.iter().map(|(_, range)| range.end - range.start).sum();
-            if read == all { Ok(()) } else { Err(Failure::user("bare requests brought other bytes")) }
+            if read == all {
+                Ok(())
+            } else {
+                Err(Failure::user("the bare requests returned a wrong number of bytes"))
+            }
         })
     }
 
@@ -202,7 +209,10 @@ impl Ground<'_> {
             };
             read = begun.elapsed().as_secs_f64();
             if end.usable_blocks as usize != blocks {
-                return Err(Failure::User(format!("not all blocks came: {:?}", cold.counted())));
+                return Err(Failure::User(format!(
+                    "the read did not return all blocks: {:?}",
+                    cold.counted()
+                )));
             }
             while cold.counted().under_way > 0 {
                 std::thread::sleep(Duration::from_micros(200));
@@ -229,7 +239,8 @@ impl Ground<'_> {
             let mut puts = Vec::new();
             for (number, keys) in self.keys.chunks(each).enumerate() {
                 let memory = self.into.slice(number * each * block_bytes, keys.len() * block_bytes);
-                let memory = memory.ok_or_else(|| Failure::user("blocks that are not in memory"))?;
+                let memory = memory
+                    .ok_or_else(|| Failure::user("the memory of the benchmark is too small for a put"))?;
                 let from =
                     Placed::blocks(&subject.shape, memory, keys.len() as u32).map_err(Failure::user)?;
                 let (namespace, group, coordinate) = (subject.namespace, subject.group, subject.coordinate);
@@ -259,7 +270,7 @@ impl Ground<'_> {
             })?;
             match fetched.bytes == self.keys.len() as u64 * stage.subject.shape.block_bytes() {
                 true => Ok(()),
-                false => Err(Failure::User(format!("not all blocks came: {fetched:?}"))),
+                false => Err(Failure::User(format!("the fetch did not return all blocks: {fetched:?}"))),
             }
         })
     }

@@ -60,7 +60,7 @@ impl Stage {
         let runtime = Runtime::new().map_err(Failure::user)?;
         let spec = setup::model(&arguments.model)?;
         let geometry = spec.geometry();
-        let group = geometry.groups().first().ok_or_else(|| Failure::user("a model without state"))?.group;
+        let group = geometry.groups().first().ok_or_else(|| Failure::user("the model has no state"))?.group;
         let coordinate = geometry.coordinate(group, 1, 0).map_err(Failure::user)?;
         let longer = arguments.block_tokens.max(arguments.own_block_tokens);
         let shape = geometry.shape(group, coordinate, longer).map_err(Failure::user)?;
@@ -169,7 +169,7 @@ impl Stage {
         setup::progress("");
         match pushed.blocks == keys.len() as u64 {
             true => Ok(()),
-            false => Err(Failure::User(format!("not all blocks went into the bucket: {pushed:?}"))),
+            false => Err(Failure::User(format!("not all blocks were pushed into the bucket: {pushed:?}"))),
         }
     }
 

@@ -34,7 +34,7 @@ const SWEEPS: Duration = Duration::from_secs(5);
 /// Measures all troubles. A real bucket does not fail when it is asked to.
 pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) -> Result<(), Failure> {
     let Some(objects) = &stage.objects else {
-        report.note("trouble: SKIPPED, a real bucket does not fail when it is asked to");
+        report.note("trouble: SKIPPED, because failures cannot be injected into a real bucket");
         return Ok(());
     };
     let reader = Reader::new(stage, OWN, arguments.mib << 20)?;
@@ -90,7 +90,9 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
         stage.runtime.block_on(cold.stop());
         let measured = measured?;
         if trouble.is_some() && objects.troubled() == before {
-            return Err(Failure::User(format!("the bucket was asked nothing while it should fail: {name}")));
+            return Err(Failure::User(format!(
+                "the bucket received no request during the injected failure {name}"
+            )));
         }
         match trouble {
             Some(_) => {

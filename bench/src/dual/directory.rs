@@ -53,7 +53,7 @@ fn look_up(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<(
     let begun = Instant::now();
     while !ask().unasked.is_empty() {
         if begun.elapsed() > PATIENCE {
-            return Err(Failure::user("the nodes do not find each other"));
+            return Err(Failure::user("the nodes cannot connect to each other"));
         }
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -64,7 +64,7 @@ fn look_up(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<(
         let located = ask();
         asked.push(begun.elapsed().as_secs_f64());
         if !located.unasked.is_empty() {
-            return Err(Failure::user("a node did not answer"));
+            return Err(Failure::user("a node did not respond to a look-up"));
         }
         let begun = Instant::now();
         bare.trip().map_err(Failure::user)?;
@@ -112,7 +112,7 @@ impl Bare {
 
 /// A model of tiny blocks.
 fn tiny() -> Result<(Identity, Geometry), Failure> {
-    let kind = Kind::new("k").ok_or_else(|| Failure::user("no such name"))?;
+    let kind = Kind::new("k").ok_or_else(|| Failure::user("the name of the part is not valid"))?;
     let role = Role::Page { bytes: BLOCK_BYTES };
     let part = PartGeometry { kind, role, heads: 0, align: 1, group: Group(0) };
     let geometry = Geometry::new(&[part], &[vec![0]]).map_err(Failure::user)?;
@@ -132,7 +132,8 @@ fn announce(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<
         let key = |n: u64| BlockKey(*blake3::hash(&n.to_le_bytes()).as_bytes());
         let keys: Vec<BlockKey> = (from..to).map(key).collect();
         let bytes = memory.slice(0, ((to - from) * shape.block_bytes()) as usize);
-        let bytes = bytes.ok_or_else(|| Failure::user("memory that is too short"))?;
+        let bytes =
+            bytes.ok_or_else(|| Failure::user("the memory of the benchmark is too small for a put"))?;
         let from = Placed::blocks(&shape, bytes, keys.len() as u32).map_err(Failure::user)?;
         let put = PutRequest::new(namespace, Group(0), Coordinate::default(), keys, from);
         setup::expect_stored(&bench.runtime.block_on(a.store().put(put)))?;
@@ -145,7 +146,7 @@ fn announce(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<
     };
     while known().0 < announce {
         if begun.elapsed() > PATIENCE {
-            return Err(Failure::User(format!("{} blocks were announced", known().0)));
+            return Err(Failure::User(format!("only {} blocks were announced in time", known().0)));
         }
         std::thread::sleep(Duration::from_millis(10));
     }

@@ -114,7 +114,10 @@ impl Server {
         // The one that serves is beside this one, and of the same build.
         let program = std::env::current_exe().map_err(Failure::user)?.with_file_name("kvarts");
         if !program.is_file() {
-            let what = format!("there is no {}: build `kvarts` beside `kvarts-lab`", program.display());
+            let what = format!(
+                "the program {} does not exist: build `kvarts` into the directory of `kvarts-lab`",
+                program.display()
+            );
             return Err(Failure::user(what));
         }
         let at = |name: &str| directory.join(name).display().to_string();
@@ -138,7 +141,7 @@ impl Server {
             let mut begun = command.spawn().map_err(|error| error.to_string())?;
             let pipe = begun.stdout.take();
             *child.lock().unwrap_or_else(PoisonError::into_inner) = Some(begun);
-            pipe.ok_or_else(|| "a server without output".to_owned())
+            pipe.ok_or_else(|| "the output of the server cannot be read".to_owned())
         };
         let (undo, pipe) = Undo::of(begin, move || kill(&killed)).map_err(Failure::User)?;
         let server = Self { _undo: undo };

@@ -76,7 +76,7 @@ fn pump(piece: usize) -> Result<Sample, Failure> {
     timed(move || {
         let sender = std::thread::spawn(move || send(to, &source, piece));
         receive(from, &mut target, piece).map_err(Failure::user)?;
-        let sent = sender.join().map_err(|_| Failure::user("the sender ended"))?;
+        let sent = sender.join().map_err(|_| Failure::user("the sending thread panicked"))?;
         sent.map_err(Failure::user)
     })
 }
@@ -145,7 +145,7 @@ struct Lane {
 impl Lane {
     fn new() -> Result<Self, Failure> {
         let role = Role::Page { bytes: CHUNK as u64 };
-        let kind = Kind::new("kv").ok_or_else(|| Failure::user("no such name"))?;
+        let kind = Kind::new("kv").ok_or_else(|| Failure::user("the name of the part is not valid"))?;
         let part = PartGeometry { kind, role, heads: 0, align: 1, group: Group(0) };
         let geometry = Geometry::new(&[part], &vec![vec![0]; LAYERS]).map_err(Failure::user)?;
         let shape = geometry.shape(Group(0), Coordinate::Replicated, 16).map_err(Failure::user)?;
@@ -168,7 +168,7 @@ impl Lane {
         let begun = Instant::now();
         while !client.counts().connected {
             if begun.elapsed() > PATIENCE {
-                return Err(Failure::user("no connection over loopback"));
+                return Err(Failure::user("the client could not connect over loopback"));
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -185,7 +185,8 @@ impl Lane {
         let keys: Vec<_> = (0..blocks).map(|block| BlockKey([block as u8; 32])).collect();
         let begin = |at: usize| -> Result<ReadStream, Failure> {
             let memory = self.memory.slice(at * piece % POOL, piece);
-            let memory = memory.ok_or_else(|| Failure::user("memory that is too short"))?;
+            let memory =
+                memory.ok_or_else(|| Failure::user("the memory of the benchmark is too small for a read"))?;
             let into = Placed::blocks(&self.shape, memory, blocks as u32).map_err(Failure::user)?;
             let request =
                 ReadRequest::new(self.namespace, Group(0), Coordinate::Replicated, keys.clone(), into);
@@ -200,7 +201,7 @@ impl Lane {
             while let Some(stream) = under_way.pop_front() {
                 let end = stream.wait_end().map_err(Failure::user)?;
                 if end.usable_blocks as usize != blocks {
-                    return Err(Failure::User(format!("a piece did not come: {end:?}")));
+                    return Err(Failure::User(format!("a piece was not received: {end:?}")));
                 }
                 if next < count {
                     under_way.push_back(begin(next)?);

@@ -81,7 +81,9 @@ struct Bench<'a> {
 pub(super) fn run(arguments: &DualArgs, out: &mut dyn Write) -> Result<(), Failure> {
     // A thread of its own: it may go to another network, and what it starts with it.
     let report = std::thread::scope(|scope| scope.spawn(|| measure(arguments)).join());
-    report.map_err(|_| Failure::user("a thread of the benchmark ended"))??.write(arguments.common.json, out)
+    report
+        .map_err(|_| Failure::user("a thread of the benchmark panicked"))??
+        .write(arguments.common.json, out)
 }
 
 fn measure(arguments: &DualArgs) -> Result<Report, Failure> {
@@ -95,7 +97,9 @@ fn measure(arguments: &DualArgs) -> Result<Report, Failure> {
         Ok(limits) => limits,
         Err(why) if arguments.limiter == Limiter::Kernel => return Err(Failure::User(why)),
         Err(why) => {
-            report.note(format!("limits of the kernel: SKIPPED, nodes limit what they serve: {why}"));
+            report.note(format!(
+                "limits of the kernel: SKIPPED, so the nodes limit their own rates of serving: {why}"
+            ));
             Limits::of_nodes()
         }
     };

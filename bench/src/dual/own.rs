@@ -81,7 +81,9 @@ pub(super) fn measure(bench: &Bench<'_>, directory: &Path, report: &mut Report) 
         Ok(throttle) => throttle,
         Err(why) => {
             report.fact("own", "SKIPPED");
-            report.note(format!("own disk and a peer: SKIPPED, the own disk cannot be limited: {why}"));
+            report.note(format!(
+                "own disk and a peer: SKIPPED, because the rate of the own disk cannot be limited: {why}"
+            ));
             return Ok(());
         }
     };

@@ -48,12 +48,13 @@ pub(super) struct Model {
 
 impl Model {
     pub(super) fn new() -> Result<Self, Failure> {
-        let spec = shipped::load("llama-3.1-8b").ok_or_else(|| Failure::user("no such model"))?;
+        let spec = shipped::load("llama-3.1-8b")
+            .ok_or_else(|| Failure::user("this program has no spec of the model llama-3.1-8b"))?;
         let geometry = spec.geometry().clone();
         let arrangement = Arrangement::new("bench", "canonical", "1");
         let identity = Identity::new("dual", "bench", "bf16", arrangement, &geometry, BLOCK_TOKENS);
         let namespace = identity.namespace_id().map_err(Failure::user)?;
-        let group = geometry.groups().first().ok_or_else(|| Failure::user("a model without state"))?.group;
+        let group = geometry.groups().first().ok_or_else(|| Failure::user("the model has no state"))?.group;
         let coordinate = geometry.coordinate(group, 1, 0).map_err(Failure::user)?;
         let shape = geometry.shape(group, coordinate, BLOCK_TOKENS).map_err(Failure::user)?;
         Ok(Self { identity, geometry, namespace, group, coordinate, shape: Arc::new(shape) })
@@ -221,7 +222,8 @@ impl Trio {
             if begun.elapsed() > PATIENCE {
                 let (all, unasked) = (keys.len(), located.unasked.len());
                 return Err(Failure::User(format!(
-                    "after {} s the directory knows fewer than {copies} copies of {fewer} of {all} blocks, {unasked} of which it could not be asked for; {}",
+                    "after {} s the directory lists fewer than {copies} copies for {fewer} of {all} blocks; \
+                    the look-ups of {unasked} blocks failed; {}",
                     PATIENCE.as_secs(),
                     self.stores()
                 )));
@@ -235,7 +237,7 @@ impl Trio {
         let told = self.homes.iter().enumerate().map(|(number, home)| {
             let stats = home.store().stats();
             format!(
-                "store {number} has {} blocks in {} of {} MiB, and evicted {}",
+                "store {number} has {} blocks in {} of {} MiB and has evicted {} blocks",
                 stats.index.blocks,
                 stats.allocated_bytes >> 20,
                 stats.budget_bytes >> 20,
@@ -275,7 +277,7 @@ impl Reads {
         let (sample, end) = self.try_read(keys, memory, came)?;
         match end.usable_blocks as usize == keys.len() {
             true => Ok(sample),
-            false => Err(Failure::User(format!("the blocks did not come: {end:?}"))),
+            false => Err(Failure::User(format!("not all blocks were read: {end:?}"))),
         }
     }
 

@@ -100,7 +100,7 @@ fn serving(
         ends.store(true, Ordering::Relaxed);
         (rounds, reader.join())
     });
-    served.map_err(|_| Failure::user("the reader beside ended"))??;
+    served.map_err(|_| Failure::user("the concurrent reader panicked"))??;
     let rounds = samples?;
     let ratio = rounds.paired("beside", "alone", |beside, alone| beside.seconds / alone.seconds);
     report.median("own_p99_ratio", ratio);
@@ -122,7 +122,7 @@ fn foreground(trio: &Trio, keys: &[BlockKey], place: &SharedBuf) -> Result<Sampl
         let stream = trio.homes[0].store().read_part(request, &Origins::any(1), 0).map_err(Failure::user)?;
         let end = stream.wait_blocking();
         if end.usable_blocks != 1 {
-            return Err(Failure::User(format!("a block did not come: {end:?}")));
+            return Err(Failure::User(format!("a block was not read: {end:?}")));
         }
         seconds.push(begun.elapsed().as_secs_f64());
     }

@@ -90,7 +90,9 @@ impl Stage<'_> {
         for (layer, host) in (0u32..).zip(&self.hosts) {
             scratch.fill(0);
             self.move_layer(layer, Direction::ToHost, scratch)?;
-            let there = scratch.slice(0, host.len()).ok_or_else(|| Failure::user("no memory"))?;
+            let there = scratch
+                .slice(0, host.len())
+                .ok_or_else(|| Failure::user("the memory of the benchmark is too small for a layer"))?;
             if there.to_vec() != host.to_vec() {
                 return Ok(false);
             }
