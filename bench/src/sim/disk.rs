@@ -48,7 +48,7 @@ pub(crate) struct StoreArgs {
 fn policy(name: &str) -> Result<EvictionPolicy, String> {
     EvictionPolicy::named(name).ok_or_else(|| {
         let names = EvictionPolicy::ALL.map(EvictionPolicy::name);
-        format!("no policy is named `{name}`: take one of {}", names.join(", "))
+        format!("no policy is named `{name}`: use one of {}", names.join(", "))
     })
 }
 
@@ -186,7 +186,7 @@ pub(crate) fn each(
         then(&request)?;
     }
     progress("");
-    if count == 0 { Err(fault(path, "it has no requests")) } else { Ok(count) }
+    if count == 0 { Err(fault(path, "the trace has no requests")) } else { Ok(count) }
 }
 
 /// Runs `sim disk`.

@@ -107,7 +107,8 @@ pub(super) fn run(arguments: &EngineArgs, out: &mut dyn Write) -> Result<(), Fai
         });
         let (_, _, times) = fits.ok_or_else(|| {
             fault(format!(
-                "nothing to calibrate by: it is of {} with {}; name a recording of the same with --calibrate",
+                "no calibration fits this recording of {} with {}: give a recording of the same engine, with \
+                disk use as here, with --calibrate",
                 recording.limits.engine,
                 if recording.limits.disk { "a disk" } else { "no disk" }
             ))
@@ -126,7 +127,11 @@ pub(super) fn run(arguments: &EngineArgs, out: &mut dyn Write) -> Result<(), Fai
     write!(out, "{table}")?;
     for (limits, _, times) in &by {
         let word = if limits.workload.is_empty() { "calibrated" } else { &limits.workload };
-        writeln!(out, "{word}: its own steps are said within {:.1}% on average", 100.0 * times.error)?;
+        writeln!(
+            out,
+            "{word}: the times of its own steps are predicted with an error of {:.1}% on average",
+            100.0 * times.error
+        )?;
     }
     Ok(())
 }

@@ -43,7 +43,7 @@ pub(crate) struct SearchArgs {
 fn what(name: &str) -> Result<What, String> {
     What::named(name).ok_or_else(|| {
         let names = What::NAMES.map(|(name, _)| name);
-        format!("`{name}` is nothing that varies: take some of {}", names.join(", "))
+        format!("`{name}` cannot be varied: use some of {}", names.join(", "))
     })
 }
 
@@ -53,12 +53,12 @@ impl SearchArgs {
         if sound(self.ttft_ms) && sound(self.tpot_ms) {
             return Ok(Promise { ttft_ms: self.ttft_ms, tpot_ms: self.tpot_ms });
         }
-        Err(Failure::user("--ttft-ms and --tpot-ms are above 0"))
+        Err(Failure::user("--ttft-ms and --tpot-ms must be above 0"))
     }
 
     fn bounds(&self) -> Result<Bounds, Failure> {
         if let Some(cost) = self.cost_max.filter(|cost| !(cost.is_finite() && *cost > 0.0)) {
-            return Err(Failure::User(format!("--cost-max {cost}: must be above 0")));
+            return Err(Failure::User(format!("--cost-max {cost}: the value must be above 0")));
         }
         Ok(Bounds {
             nodes_max: self.nodes_max,
@@ -126,10 +126,10 @@ pub(super) fn run(arguments: &SearchArgs, out: &mut dyn Write) -> Result<(), Fai
     }
     write!(out, "{}", table(&found))?;
     let told = match found.best.filter(|best| best.keeps) {
-        Some(_) => "the cheapest that keeps the promise",
-        None => "none keeps the promise; the nearest",
+        Some(_) => "the cheapest cluster that meets the targets",
+        None => "no cluster meets the targets; the nearest one",
     };
-    writeln!(out, "{} runs; {told}, for the configuration of `serve` on each node:", found.runs)?;
+    writeln!(out, "{} runs; {told}, as the configuration of `serve` on each node:", found.runs)?;
     Ok(writeln!(out, "\n{paste}")?)
 }
 
@@ -170,7 +170,7 @@ fn paste(best: &Tried) -> String {
         engine.prefetch.name(),
     );
     let Some(disk) = cluster.disk.filter(|disk| disk.gb > 0.0) else {
-        return text + "# no disk tier is worth its price here";
+        return text + "# a disk tier would cost more than it saves here";
     };
     let years = best.drive_life_years.unwrap_or(0.0);
     let budget = match disk.gb * 1e9 / f64::from(1 << 30) {

@@ -117,7 +117,8 @@ impl Choices {
             None => {
                 let all = choices.points().map(|point| choices.cluster(from, point).cost_per_hour());
                 return Err(format!(
-                    "cost_max: the cheapest that may be tried costs {:.2} an hour, which is more than {}",
+                    "cost_max: the cheapest allowed cluster costs {:.2} an hour, but the limit is {}: raise \
+                    cost_max",
                     all.fold(f64::INFINITY, f64::min),
                     choices.cost_max
                 ));
@@ -225,9 +226,10 @@ fn nodes(from: &Cluster, vary: bool, most: Option<u32>) -> Result<Vec<[u32; 3]>,
     if !vary {
         return match file <= most {
             true => Ok(vec![kinds]),
-            false => {
-                Err(format!("nodes_max: the file has {file} nodes, more than {most}, and nodes may not vary"))
-            }
+            false => Err(format!(
+                "nodes_max: the file has {file} nodes, but the limit is {most}: raise nodes_max, or let \
+                nodes vary"
+            )),
         };
     }
     let least = f64::from(file.min(most)) / 2.0;
@@ -240,7 +242,7 @@ fn nodes(from: &Cluster, vary: bool, most: Option<u32>) -> Result<Vec<[u32; 3]>,
     if all.is_empty() {
         let needed = total(&kinds.map(|count| count.min(1)));
         return Err(format!(
-            "nodes_max: {most} is less than the {needed} that the file's kinds of nodes need"
+            "nodes_max: the limit is {most}, but the kinds of nodes in the file need at least {needed}"
         ));
     }
     Ok(all)
@@ -254,7 +256,8 @@ fn devices(from: &Cluster, vary: bool) -> Result<Vec<(u32, f64)>, String> {
     let known = cost::model(&from.model).zip(cost::device(&from.nodes.device));
     let Some((model, device)) = known.filter(|_| from.measured.is_none()) else {
         return Err(
-            "vary: hbm is bought with devices, and [measured] has times of as many as it was measured with"
+            "vary: hbm varies with the number of devices, but the times in [measured] hold for one number \
+            only: remove hbm from vary, or remove [measured]"
                 .into(),
         );
     };
@@ -275,7 +278,7 @@ fn devices(from: &Cluster, vary: bool) -> Result<Vec<(u32, f64)>, String> {
 fn drives(from: &Cluster, vary: bool, most: Option<u32>) -> Result<Vec<u32>, String> {
     let Some(file) = from.disk.map(|disk| disk.drives) else {
         return match most {
-            Some(_) => Err("drives_max: the file has no [disk], whose drives could be bought".into()),
+            Some(_) => Err("drives_max: the file has no [disk]: add a [disk], or remove drives_max".into()),
             None => Ok(vec![0]),
         };
     };
@@ -284,7 +287,8 @@ fn drives(from: &Cluster, vary: bool, most: Option<u32>) -> Result<Vec<u32>, Str
         return match file <= most {
             true => Ok(vec![file]),
             false => Err(format!(
-                "drives_max: the file has {file} drives a node, more than {most}, and disk may not vary"
+                "drives_max: the file has {file} drives for each node, but the limit is {most}: raise \
+                drives_max, or let disk vary"
             )),
         };
     }

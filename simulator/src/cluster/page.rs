@@ -99,7 +99,7 @@ fn plot(
 ) -> String {
     let points = || curves.iter().flat_map(|(_, points)| points);
     if points().next().is_none() {
-        return "<p>Nothing to show.</p>".to_owned();
+        return "<p>There are no measurements.</p>".to_owned();
     }
     let span = |values: &mut dyn Iterator<Item = f64>| {
         values

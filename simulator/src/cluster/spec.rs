@@ -385,7 +385,7 @@ impl Cluster {
     /// The same with some values in place of the file's: each `table.name=value`.
     pub fn parse_with(text: &str, sets: &[String]) -> Result<Self, SpecError> {
         if text.len() > FILE_BYTES_MAX {
-            return Err(SpecError(format!("longer than {FILE_BYTES_MAX} bytes")));
+            return Err(SpecError(format!("the file is longer than {FILE_BYTES_MAX} bytes")));
         }
         let mut cluster = Self::unchecked(text)?;
         if !sets.is_empty() {
@@ -430,36 +430,39 @@ impl Cluster {
         let nodes = &self.nodes;
         if self.node_count() == 0 || self.node_count() > NODES_MAX {
             return refuse(format!(
-                "nodes: {} in all; between 1 and {NODES_MAX} are possible",
+                "nodes: the total is {}, but it must be 1 to {NODES_MAX}",
                 self.node_count()
             ));
         }
         if (nodes.prefill == 0) != (nodes.decode == 0) && nodes.mixed == 0 {
             return refuse(
-                "nodes: prefill without decode, or decode without prefill: add the other, or mixed".into(),
+                "nodes: prefill and decode are needed together: add the missing kind, or mixed nodes".into(),
             );
         }
         if nodes.mixed > 0 && nodes.prefill + nodes.decode > 0 && nodes.prefill == 0 {
-            return refuse("nodes: decode beside mixed needs prefill as well".into());
+            return refuse("nodes: decode nodes beside mixed nodes also need prefill nodes".into());
         }
         if nodes.devices == 0 || nodes.devices > 1024 {
-            return refuse(format!("nodes.devices: {}; between 1 and 1024 are possible", nodes.devices));
+            return refuse(format!(
+                "nodes.devices: the value is {}, but it must be 1 to 1024",
+                nodes.devices
+            ));
         }
         if self.block_tokens == 0 || self.block_tokens > 1 << 16 {
-            return refuse(format!("block_tokens: {}; between 1 and 65536 are possible", self.block_tokens));
+            return refuse(format!(
+                "block_tokens: the value is {}, but it must be 1 to 65536",
+                self.block_tokens
+            ));
         }
         self.check_tiers()?;
         self.check_ways()?;
         if self.engine.batch_max == 0 || self.engine.chunk_tokens == 0 {
-            return refuse("engine: batch_max and chunk_tokens are at least 1".into());
+            return refuse("engine: batch_max and chunk_tokens must be at least 1".into());
         }
         positive("engine.timeout_ms", self.engine.timeout_ms, 0.0, 1e9)?;
         positive("engine.swap_gb", self.engine.swap_gb, 0.0, 1e7)?;
         if self.engine.swap_gb > 0.0 && self.dram.is_none() {
-            return refuse(
-                "engine.swap_gb: there is no [dram] whose gb_per_s says how fast state is copied: add it"
-                    .into(),
-            );
+            return refuse("engine.swap_gb: the speed of copies is missing: add [dram] with gb_per_s".into());
         }
         for (name, price) in [
             ("price.device_hour", self.price.device_hour),
@@ -478,7 +481,7 @@ impl Cluster {
         }
         let nodes = &self.nodes;
         let what = if nodes.prefill > 0 || nodes.decode > 0 {
-            "nodes: state moves from prefilling to decoding nodes"
+            "nodes: state is sent from prefill nodes to decode nodes"
         } else if self.disk.is_some_and(|disk| disk.single_owner) {
             "disk.single_owner: nodes read each other's blocks"
         } else if self.dual_path {
@@ -486,7 +489,7 @@ impl Cluster {
         } else {
             return Ok(());
         };
-        Err(SpecError(format!("{what}, and there is no [network]: add it with its gb_per_s")))
+        Err(SpecError(format!("{what}, but the network is missing: add [network] with gb_per_s")))
     }
 
     fn check_tiers(&self) -> Result<(), SpecError> {
@@ -568,7 +571,9 @@ impl Cluster {
         };
         let taken: Vec<&str> = shipped::names().filter(has_streams_alone).collect();
         SpecError(format!(
-            "model: {} keeps windows, states or tails ({boundary} bytes at each boundary, {streams} bytes of a block), and a cluster's run does not support these yet; supported models are {}. `kvarts plan restore` plans boundaries of this model",
+            "model: {} has windows, states or tails ({boundary} bytes at each boundary, {streams} bytes in \
+            each block), which runs of a cluster do not support yet; the supported models are {}. `kvarts \
+            plan restore` plans boundaries of this model",
             self.model,
             taken.join(", ")
         ))
@@ -598,7 +603,7 @@ pub(super) fn memory_gb(model: &Compute, device: &Device, devices: u32) -> (f64,
 
 /// Puts `table.name=value` into a table.
 fn put(all: &mut toml::Table, set: &str) -> Result<(), String> {
-    let (name, value) = set.split_once('=').ok_or("write `table.name=value`")?;
+    let (name, value) = set.split_once('=').ok_or("the form is not valid: write `table.name=value`")?;
     // What is no number, no truth and not quoted is text.
     let value = toml::from_str::<toml::Table>(&format!("value = {value}"))
         .ok()
@@ -607,7 +612,7 @@ fn put(all: &mut toml::Table, set: &str) -> Result<(), String> {
     let (mut table, mut left) = (all, name.trim());
     while let Some((outer, inner)) = left.split_once('.') {
         let found = table.entry(outer).or_insert_with(|| toml::Value::Table(toml::Table::new()));
-        (table, left) = (found.as_table_mut().ok_or_else(|| format!("`{outer}` is no table"))?, inner);
+        (table, left) = (found.as_table_mut().ok_or_else(|| format!("`{outer}` is not a table"))?, inner);
     }
     table.insert(left.to_owned(), value);
     Ok(())
@@ -617,5 +622,5 @@ fn positive(name: &str, value: f64, least: f64, most: f64) -> Result<(), SpecErr
     if value.is_finite() && (least..=most).contains(&value) {
         return Ok(());
     }
-    Err(SpecError(format!("{name}: {value} is not possible; between {least} and {most} is")))
+    Err(SpecError(format!("{name}: the value is {value}, but it must be {least} to {most}")))
 }

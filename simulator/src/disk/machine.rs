@@ -103,7 +103,11 @@ impl Machine {
             }
             match self.next_timer() {
                 Some(timer) => self.clock.advance_to(timer),
-                None => return Err("the engine waits for something that will not happen".to_owned()),
+                None => {
+                    return Err(
+                        "the engine waits, but no operation or timer is left that could wake it".to_owned()
+                    );
+                }
             }
         }
     }

@@ -128,8 +128,10 @@ pub struct Replay<'a> {
 
 fn memory(bytes: u64) -> Result<SharedBuf, String> {
     let len = usize::try_from(bytes).map_err(|_| "a block is too large".to_owned())?;
-    let region = Region::anonymous(len).map_err(|error| format!("{} MiB of memory: {error}", len >> 20))?;
-    SharedBuf::new(&region, 0, len).ok_or_else(|| "no memory".to_owned())
+    let region = Region::anonymous(len)
+        .map_err(|error| format!("{} MiB of memory could not be allocated: {error}", len >> 20))?;
+    SharedBuf::new(&region, 0, len)
+        .ok_or_else(|| "the memory of the simulator is too small for a block".to_owned())
 }
 
 /// An identity of a model that only its spec tells from others.
@@ -271,7 +273,7 @@ impl<'a> Replay<'a> {
         let here = presence.iter().take_while(|one| **one == Presence::Here).count();
         let Some(keys) = keys.get(..here).filter(|keys| !keys.is_empty()) else { return Ok(0) };
         let len = self.shape.block_bytes() as usize * keys.len();
-        let into = self.into.slice(0, len).ok_or("no memory")?;
+        let into = self.into.slice(0, len).ok_or("the memory of the simulator is too small for a block")?;
         let request = ReadRequest {
             namespace,
             group,
@@ -296,7 +298,7 @@ impl<'a> Replay<'a> {
             Some(parent) => Parent::Key(parent),
         };
         let len = self.shape.block_bytes() as usize * keys.len();
-        let from = self.source.slice(0, len).ok_or("no memory")?;
+        let from = self.source.slice(0, len).ok_or("the memory of the simulator is too small for a block")?;
         let request = PutRequest {
             namespace: self.namespace,
             group: self.group,
@@ -311,7 +313,7 @@ impl<'a> Replay<'a> {
             origins: None,
             deadline: None,
         };
-        let reply = self.wait(self.store.put(request))?.map_err(|_| "the store ended")?;
+        let reply = self.wait(self.store.put(request))?.map_err(|_| "the store has stopped")?;
         let reply: Result<PutReply, Error> = reply;
         let outcomes = reply.map_err(|error| error.to_string())?.outcomes;
         for (key, outcome) in keys.iter().zip(&outcomes) {
