@@ -351,7 +351,9 @@ extern "C" fn kvarts_saving_done(saving: *const Saving, timeout_ms: u64, is_done
         let state = given(saving, "saving")?.state.lock().unwrap_or_else(PoisonError::into_inner);
         let done = match &*state {
             SaveState::Left(done) => done.clone(),
-            SaveState::Leaves(_) => return Err(wrong("kvarts_saving_finish comes first")),
+            SaveState::Leaves(_) => {
+                return Err(wrong("the save has not been finished: call kvarts_saving_finish first"));
+            }
             SaveState::Broken => return Err(no_more()),
         };
         drop(state);

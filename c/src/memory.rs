@@ -106,7 +106,7 @@ extern "C" fn kvarts_memory_adopt(
     call(|| {
         let Client { remote } = given(client, "client")?;
         if file < 0 {
-            return Err(wrong("file: no descriptor"));
+            return Err(wrong("file: the value is not a descriptor"));
         }
         // SAFETY: the header: a descriptor that is open during the call. One that is not is an error of the call below.
         let file = unsafe { BorrowedFd::borrow_raw(file) };

@@ -203,7 +203,7 @@ extern "C" fn kvarts_draft_free(draft: *mut Draft) {
 }
 
 fn was_put() -> Error {
-    wrong("the draft was put already")
+    wrong("the draft was put already: make a new draft")
 }
 
 #[unsafe(no_mangle)]

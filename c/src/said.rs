@@ -44,7 +44,7 @@ thread_local! {
 /// Carries out a call: no panic leaves it.
 pub(crate) fn call(work: impl FnOnce() -> Result<(), Error>) -> Status {
     let ended = catch_unwind(AssertUnwindSafe(work));
-    match ended.unwrap_or(Err(Error(Reason::Bug("a panic inside of libkvarts")))) {
+    match ended.unwrap_or(Err(Error(Reason::Bug("a panic inside libkvarts")))) {
         Ok(()) => Status::Ok,
         Err(error) => {
             remember(&error);
@@ -151,7 +151,7 @@ pub(crate) fn leave_several<T: Copy>(
 ) -> Result<(), Error> {
     let some = all.len().min(room);
     if some > 0 && place.is_null() {
-        return Err(null("the place for them"));
+        return Err(null("the array for the results"));
     }
     if count.is_null() {
         return Err(null("count"));

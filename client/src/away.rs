@@ -42,8 +42,8 @@ pub(super) fn of_io(server: impl fmt::Display, error: &io::Error) -> Reason {
 #[allow(clippy::disallowed_methods, reason = "a socket's owner is asked for after the kernel refused it")]
 fn how_to_get_in(socket: &Path) -> String {
     let Ok(found) = std::fs::symlink_metadata(socket) else {
-        return "this user has no access to a directory above it: allow it (chmod +x), or create the socket \
-            elsewhere (--listen-socket PATH of the server)"
+        return "this user cannot enter a directory on the path of the socket: allow this user to enter it \
+            (chmod +x), or create the socket elsewhere (--listen-socket PATH of the server)"
             .to_owned();
     };
     let (uid, gid, mode) = (found.uid(), found.gid(), found.mode() & 0o777);
@@ -120,8 +120,11 @@ mod tests {
         }
         assert_eq!((kind(Errno::ACCESS), kind(Errno::NOTDIR)), (Kind::Refused, Kind::Invalid));
         let refused = of_io("unix:/proc/self/absent", &Errno::ACCESS.into()).to_string();
-        assert!(refused.contains("this user has no access to a directory above it"), "{refused}");
+        assert!(
+            refused.contains("this user cannot enter a directory on the path of the socket"),
+            "{refused}"
+        );
         let away = of_io("unix:/run/s", &Errno::NOENT.into()).to_string();
-        assert!(away.starts_with("no server answers at unix:/run/s: "), "{away}");
+        assert!(away.starts_with("unavailable: unix:/run/s: "), "{away}");
     }
 }

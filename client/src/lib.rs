@@ -67,7 +67,9 @@ pub trait Path: KvStore + fmt::Debug {
     /// Memory for a pool of blocks, at least `bytes` bytes of it. Where there is a way to, the server's disks write
     /// straight into it, and it is verified there before it is announced.
     fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
-        Region::anonymous(bytes).map_err(|error| Error(Reason::Config(format!("memory: {error}"))))
+        Region::anonymous(bytes).map_err(|error| {
+            Error(Reason::Config(format!("the memory for a pool could not be allocated: {error}")))
+        })
     }
 
     /// The file that shared memory lies in, to map it a second time in this process. None where it lies in no file.
@@ -86,7 +88,8 @@ pub trait Path: KvStore + fmt::Debug {
     /// long as it is shared. Where there is a way to, the server's disks write straight into it, and this process verifies.
     fn adopt(&self, file: OwnedFd, bytes: u64) -> Result<Arc<Region>, Error> {
         let region = shared::map_own(&file, bytes, Box::new(()));
-        region.map_err(|error| Error(Reason::Config(format!("shared memory: {error}"))))
+        region
+            .map_err(|error| Error(Reason::Config(format!("the shared memory could not be mapped: {error}"))))
     }
 
     /// Memory for a pool of blocks that other processes may use by its name: see [`Client::shared_pool`].

@@ -91,7 +91,7 @@ fn config(what: impl fmt::Display) -> Error {
 pub(super) async fn while_lost<T>(
     calls: [impl Future<Output = Result<T, Status>>; AGAIN.len()],
 ) -> Result<T, Status> {
-    let mut answer = Err(Status::unknown("no call was made"));
+    let mut answer = Err(Status::unknown("the request was not sent"));
     for (pause, call) in AGAIN.into_iter().zip(calls) {
         tokio::time::sleep(pause).await;
         // ends: the time that its caller has for all attempts (`in_time`)

@@ -456,6 +456,6 @@ impl Access {
         let age_ms = u64::try_from(age.as_millis()).unwrap_or(u64::MAX);
         let before_ms = self.time.wall_ms().saturating_sub(age_ms);
         let tidied = self.bucket.tidy(before_ms, dry_run).await;
-        tidied.map_err(|fault| ColdError::Bucket("half-written files".to_owned(), fault))
+        tidied.map_err(|fault| ColdError::Bucket("the deletion of incomplete files".to_owned(), fault))
     }
 }

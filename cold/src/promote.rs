@@ -451,7 +451,7 @@ impl Putting<'_> {
             }
             None => {
                 restored.refused += count;
-                restored.tell("a run of blocks has no place in memory");
+                restored.tell("the memory for restores has no place for a run of blocks");
             }
         }
     }

@@ -133,7 +133,7 @@ impl OpKind {
             Self::MakeDir => "making the directory",
             Self::SyncDir => "flushing the directory",
             Self::List => "listing the directory",
-            Self::Stat => "looking at",
+            Self::Stat => "reading the metadata of",
             Self::Space => "reading the free space of",
             Self::Compute => "computing for",
         }
@@ -201,9 +201,9 @@ impl fmt::Display for IoError {
             Subject::Name(name) => write!(f, " {:?} in store directory {}", name.path, name.dir.0)?,
         }
         match self.kind {
-            IoErrorKind::Eof => f.write_str(": the file ends before")?,
+            IoErrorKind::Eof => f.write_str(": the file ends before the end of this range")?,
             IoErrorKind::Deadline => f.write_str(": the time limit passed")?,
-            _ if self.errno == 0 => f.write_str(": the device moved a wrong number of bytes")?,
+            _ if self.errno == 0 => f.write_str(": the device transferred a wrong number of bytes")?,
             _ => write!(f, ": {}", std::io::Error::from_raw_os_error(self.errno))?,
         }
         Ok(())

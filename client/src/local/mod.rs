@@ -218,7 +218,9 @@ impl Inner {
         which: Which,
         pool: Option<PoolName>,
     ) -> Result<Arc<Region>, Reason> {
-        let fault = |error: std::io::Error| Reason::Config(format!("shared memory: {error}"));
+        let fault = |error: std::io::Error| {
+            Reason::Config(format!("the shared memory could not be created: {error}"))
+        };
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         // The server would take a copy of a window to look at it.
         let verifies = mode == Mode::Adopted || (mode == Mode::Copied && link.lets_verify);
@@ -376,7 +378,7 @@ impl Owner for Inner {
         let look = move || {
             let looked = keys.iter().try_for_each(|key| me.look_again(*key, &again, &shape));
             if let Err(why) = looked {
-                tracing::debug!(%why, "blocks that did not match were not checked again");
+                tracing::debug!(%why, "blocks whose digests did not match were not read again");
             }
         };
         // Rare, and it may wait: not on a thread that others need. Without one it is not looked at now.

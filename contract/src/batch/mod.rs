@@ -263,8 +263,7 @@ impl Pages {
     pub fn new(store: Arc<dyn KvStore>, options: PagesOptions) -> Result<Self, Error> {
         let desk = Desk::new(options.event_fds, options.batches_max).map_err(|error| {
             Reason::Config(format!(
-                "no eventfd could be made: raise the limit on open files \
-                (ulimit -n): {error}"
+                "an eventfd could not be created: {error}: raise the limit on open files (ulimit -n)"
             ))
         })?;
         Ok(Self { store, options, desk, locks: Locks::default(), in_use: Arc::default() })
@@ -370,7 +369,7 @@ impl Pages {
     ) -> Result<Asked, Error> {
         let (options, deadline) = (&self.options, terms.deadline);
         let namespace = options.namespace;
-        let placed = || placed.ok_or(Error(Reason::Bug("a batch that has no memory")));
+        let placed = || placed.ok_or(Error(Reason::Bug("a batch has no memory")));
         Ok(match kind {
             BatchKind::Put => Asked::Put(self.store.put(PutRequest {
                 parent: terms.parent,

@@ -63,19 +63,18 @@ pub fn length(file: impl AsFd) -> Result<u64, &'static str> {
 pub fn length_now(file: impl AsFd) -> Result<u64, &'static str> {
     let file = file.as_fd();
     seals(file)?;
-    let bytes = rustix::fs::fstat(file).map_err(|_| "the descriptor is not that of a file")?.st_size;
+    let bytes = rustix::fs::fstat(file).map_err(|_| "the descriptor does not refer to a file")?.st_size;
     let bytes = u64::try_from(bytes).ok().and_then(|bytes| bytes.checked_next_multiple_of(PAGE as u64));
-    bytes.ok_or("the file is empty: give it a length first")
+    bytes.ok_or("the file is empty: set its length first (ftruncate)")
 }
 
 /// Whether it is a file in memory with pages of the usual size. Only of such a file other calls are known to return soon; this one may not.
 pub fn is_in_memory(file: impl AsFd) -> Result<(), &'static str> {
-    let kind = rustix::fs::fstatfs(file).map_err(|_| "the descriptor is not that of a file")?;
+    let kind = rustix::fs::fstatfs(file).map_err(|_| "the descriptor does not refer to a file")?;
     // The type's width differs between architectures.
     match kind.f_type as u64 & 0xffff_ffff == TMPFS_MAGIC {
         true => Ok(()),
-        false => Err("the file cannot be shared: only files in memory (memfd) with pages of the usual size \
-            can"),
+        false => Err("the file cannot be shared: use a file in memory (memfd) with pages of the usual size"),
     }
 }
 

@@ -110,9 +110,11 @@ fn shape_words(fault: &ShapeCause, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             )
         }
         ShapeCause::Unfinished { offered, count } => {
-            write!(f, "only {offered} of {count} layers of the put were given")
+            write!(f, "the put was sealed with only {offered} of its {count} layers")
         }
-        ShapeCause::Column(group, coordinate) => write!(f, "group {}, {coordinate}", group.0),
+        ShapeCause::Column(group, coordinate) => {
+            write!(f, "the model has no group {} with coordinate {coordinate}", group.0)
+        }
         ShapeCause::Rule(rule) => f.write_str(rule),
         ShapeCause::Remote(what) => f.write_str(what),
         _ => Ok(()),
@@ -206,7 +208,7 @@ impl fmt::Display for SpaceCause {
                  evictions: raise the limit (`ulimit -n`, LimitNOFILE), or {END_PINS}"
             ),
             Self::Remote(cause) if cause.is_empty() => {
-                f.write_str("the limit that this answer gives for an earlier block is reached")
+                f.write_str("the limit is reached that this answer reports for an earlier block")
             }
             Self::Remote(cause) => f.write_str(cause),
         }
@@ -233,7 +235,8 @@ impl fmt::Display for LatchCause {
             Self::Executor(executor) => {
                 write!(
                     f,
-                    "executor {executor} ended with a panic, so the blocks of its shards cannot be read"
+                    "executor {executor} ended with a panic, so the blocks of its shards cannot be read \
+                    until a restart"
                 )
             }
             Self::TakenAway(directory) => {
@@ -396,7 +399,11 @@ impl fmt::Display for DirectoryCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Io(cause) => match cause.kind {
-                IoErrorKind::ReadOnlyFs => write!(f, "{cause}: the file system is read-only"),
+                IoErrorKind::ReadOnlyFs => write!(
+                    f,
+                    "{cause}: the file system is read-only: check the log of the kernel (dmesg), and mount \
+                    the file system writable"
+                ),
                 IoErrorKind::Permission => write!(f, "{cause}: give this user the right to write there"),
                 _ => cause.fmt(f),
             },
@@ -443,7 +450,9 @@ impl fmt::Display for DirectoryCause {
                      `kvarts replace` puts this directory in its place"
                 )
             }
-            Self::Silent(at) => write!(f, "the disk of directory {at} does not respond"),
+            Self::Silent(at) => {
+                write!(f, "the disk of directory {at} does not respond: check the log of the kernel (dmesg)")
+            }
             Self::Replaced(at) => {
                 write!(f, "directory {at} was replaced: use the directory that replaced it")
             }
@@ -458,12 +467,21 @@ impl fmt::Display for DirectoryCause {
             Self::Foreign { directory, store, first } => {
                 write!(
                     f,
-                    "directory {directory} belongs to store {store}, but the first directory belongs to store {first}"
+                    "directory {directory} belongs to store {store}, but the first directory belongs to \
+                    store {first}: give the directories of one store"
                 )
             }
-            Self::Twice(at) => write!(f, "directory {at} was given twice, or is a copy of another one"),
+            Self::Twice(at) => write!(
+                f,
+                "directory {at} was given twice, or is a copy of another directory: give each directory of \
+                the store once"
+            ),
             Self::Count { expected, given } => {
-                write!(f, "the store has {expected} directories, but {given} were given")
+                write!(
+                    f,
+                    "the store has {expected} directories, but {given} were given: give all directories of \
+                    the store"
+                )
             }
         }
     }

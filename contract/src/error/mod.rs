@@ -213,7 +213,7 @@ impl fmt::Display for Reason {
             Self::NotHere(key) => write!(f, "block {key} is not stored here"),
             Self::InFlight => f.write_str("another put of this block is under way: retry"),
             Self::Busy(what) => write!(f, "{what}: retry"),
-            Self::Away(what) => write!(f, "no server answers at {what}; retry"),
+            Self::Away(what) => write!(f, "unavailable: {what}; retry"),
             Self::Deleted => f.write_str("the block was deleted during this put: retry the put"),
             Self::LeaseEnded => f.write_str("the lease has ended: look the blocks up again"),
             Self::EventGap => f.write_str("events are missing: start a new snapshot"),
@@ -236,20 +236,27 @@ impl fmt::Display for Reason {
             Self::UnknownNamespace(id) => {
                 write!(f, "namespace {id} is not registered: register its identity first")
             }
-            Self::SpecMismatch => f.write_str("the identity's fingerprint does not match the given spec"),
+            Self::SpecMismatch => f.write_str(
+                "the identity's fingerprint does not match the given spec: correct the identity or the spec",
+            ),
             Self::Identity(what) => write!(f, "identity refused: {what}"),
             Self::Shape(what) => write!(f, "the request does not fit the model: {what}"),
             Self::Empty => f.write_str("the request has no block or no layer"),
             Self::TooMany(what) => too_many(what, f),
-            Self::Duplicate(key) => write!(f, "block {key} is twice in the request"),
+            Self::Duplicate(key) => write!(f, "the request has block {key} twice"),
             Self::OutOfOrder(key) => {
-                write!(f, "block {key} has one position in the request and another one in its stored chain")
+                write!(
+                    f,
+                    "the position of block {key} in the request differs from its position in the stored chain"
+                )
             }
             Self::Length { expected, found } => {
                 write!(f, "the memory has {found} bytes, but the blocks need {expected} bytes")
             }
-            Self::Overlap => f.write_str("two destinations share bytes"),
-            Self::OutOfBounds => f.write_str("a source or destination is outside the memory of the request"),
+            Self::Overlap => f.write_str("two destinations overlap in memory"),
+            Self::OutOfBounds => {
+                f.write_str("a source or destination lies outside the memory of the request")
+            }
             Self::DeadlineInPast => f.write_str("the deadline had passed before the work began"),
             Self::DeadlinePassed => f.write_str("the deadline passed"),
             Self::Digest { segment, offset, expected, found, .. } => {

@@ -224,21 +224,21 @@ fn take_line(content: &mut Content, line: &[u8]) -> Result<(), String> {
             .to_owned());
     };
     let subject = subject_of(&value)?;
-    let word = text("event").ok_or("no event")?;
+    let word = text("event").ok_or("the field event is missing")?;
     if word == "present" {
         if let Subject::Block(block) = subject {
             content.blocks.insert(block);
         }
         return Ok(());
     }
-    let kind = EventKind::from_name(word).ok_or_else(|| format!("unknown event {word:?}"))?;
-    let cause = text("reason").and_then(Cause::from_name).ok_or("unknown reason")?;
-    let next = number("number").ok_or("no number")?;
+    let kind = EventKind::from_name(word).ok_or_else(|| format!("the event {word:?} is unknown"))?;
+    let cause = text("reason").and_then(Cause::from_name).ok_or("the field reason is missing or unknown")?;
+    let next = number("number").ok_or("the field number is missing")?;
     if known.number.checked_add(1) != Some(next) {
         return Err(format!("event {next} follows event {}: events between them are missing", known.number));
     }
     let sequence = Sequence { number: next, ..known };
-    let at_ms = number("at_ms").ok_or("no at_ms")?;
+    let at_ms = number("at_ms").ok_or("the field at_ms is missing")?;
     content.apply(&Event { sequence, at_ms, kind, cause, subject });
     Ok(())
 }
@@ -252,8 +252,10 @@ fn subject_of(value: &Value) -> Result<Subject, String> {
     let Some(key) = text("key") else { return Ok(Subject::Namespace(namespace)) };
     let key: BlockKey = key.parse().map_err(|_| "a key is not a number of 64 hexadecimal digits")?;
     let group = value.get("group").and_then(Value::as_u64).and_then(|group| u32::try_from(group).ok());
-    let group = Group(group.ok_or("no group")?);
-    let coordinate = text("coordinate").and_then(parse_coordinate).ok_or("no coordinate")?;
+    let group = Group(group.ok_or("the field group is missing or not a number")?);
+    let coordinate = text("coordinate")
+        .and_then(parse_coordinate)
+        .ok_or("the field coordinate is missing or not valid")?;
     Ok(Subject::Block(IndexKey { namespace, key, group, coordinate }))
 }
 
