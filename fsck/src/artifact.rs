@@ -39,7 +39,7 @@ impl fmt::Display for Unreadable {
         match self {
             Self::Header => f.write_str("the header of the artifact is damaged"),
             Self::Unknown(what) => write!(f, "the {what} of the artifact is from a newer program"),
-            Self::Encrypted => f.write_str("it is encrypted"),
+            Self::Encrypted => f.write_str("the artifact is encrypted"),
             Self::Malformed(what) => write!(f, "the {what} of the artifact contradicts its model"),
             Self::TooLarge => write!(f, "a block of the artifact is larger than {BLOCK_BYTES_MAX} bytes"),
             Self::Damaged(block, chunk) => write!(f, "chunk {chunk} of block {block} is damaged"),

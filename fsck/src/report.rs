@@ -236,7 +236,7 @@ impl Report {
             )?;
             match listed_records {
                 0 => writeln!(out)?,
-                records => writeln!(out, "; checkpoints list {records} live records there")?,
+                records => writeln!(out, "; checkpoints list {records} live records in their places")?,
             }
         } else if self.lost.is_empty() {
             writeln!(out, "  no block is lost")?;

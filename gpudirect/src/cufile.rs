@@ -240,7 +240,7 @@ mod tests {
         let ready = |device, wish| prepare(decide(&found(7), wish).unwrap(), wish, device, 1);
         let (decision, arena) = ready(&mute, Wish::Auto).unwrap();
         assert!(arena.is_none() && decision.mode == Mode::Staging && decision.offered == Mode::Direct);
-        assert!(decision.reason.contains("told to refuse"), "{decision}");
+        assert!(decision.reason.contains("set to refuse"), "{decision}");
         assert!(ready(&mute, Wish::Only(Mode::Direct)).is_err());
         assert!(ready(&mute, Wish::Only(Mode::Staging)).unwrap().1.is_none());
         let (decision, arena) = ready(&able, Wish::Auto).unwrap();

@@ -79,7 +79,7 @@ impl Destination {
         (targets, slots): (Vec<PartTarget>, Vec<u32>),
     ) -> Result<Self, LandError> {
         let wrong = |what: String| LandError::Request(what);
-        let places = places.map_err(|error| wrong(format!("the destination: {error:?}")))?;
+        let places = places.map_err(|error| wrong(format!("the destination is not valid: {error:?}")))?;
         for (at, memory) in memories.iter().enumerate() {
             let end = memory.base().saturating_add(memory.len());
             let shares = |other: &Memory| {

@@ -78,7 +78,7 @@ impl fmt::Display for DeviceError {
                 "a copy did not end within {millis} ms: the memory of the copy is freed when the copy \
                 ends, or when the device is declared lost"
             ),
-            Self::Partial { wanted, moved } => write!(f, "a copy moved {moved} of {wanted} bytes"),
+            Self::Partial { wanted, moved } => write!(f, "a copy transferred only {moved} of {wanted} bytes"),
             Self::Misaligned { at, align } => {
                 write!(f, "the offset {at} must be a multiple of {align} on this device")
             }

@@ -134,7 +134,9 @@ impl Pipeline {
     pub fn store_layers(&self, request: StoreRequest) -> Result<LayerSink, LandError> {
         if request.keys.len() != request.from.blocks() as usize {
             let (keys, places) = (request.keys.len(), request.from.blocks());
-            return Err(LandError::Request(format!("{keys} keys were given for {places} places")));
+            return Err(LandError::Request(format!(
+                "{keys} keys were given for {places} places: give one key for each place"
+            )));
         }
         let sizes = request.from.layer_bytes();
         let all: u64 = sizes.iter().map(|bytes| bytes.next_multiple_of(ALIGN)).sum();

@@ -128,7 +128,7 @@ fn what_a_read_garbles_or_fails_comes_through_the_arena_from_that_layer_on() {
                 let found = used(&pipeline);
                 assert!(found.layers < 3 && found.staged == 1 && !found.off, "{found:?}");
                 let why = found.last_reason.unwrap();
-                let said = if garbled_read.is_some() { "the digest of layer" } else { "told to fail" };
+                let said = if garbled_read.is_some() { "the digest of layer" } else { "set to fail reads" };
                 assert!(why.contains(said), "{why}");
                 // What is read for the next is not known to be bad.
                 assert_eq!(landed(&site, &pipeline, &device, Verify::Always), whole());

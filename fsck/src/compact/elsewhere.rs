@@ -160,7 +160,8 @@ fn superblocks(
         // Whole under another name first: an engine takes an empty superblock for a directory of its own to use.
         for slot in 0..2u32 {
             let image = superblock.encode(slot);
-            let image = image.map_err(|error| Refusal::Cannot(format!("a superblock: {error}")))?;
+            let image =
+                image.map_err(|error| Refusal::Cannot(format!("a superblock cannot be written: {error}")))?;
             writer.write_at(SUPERBLOCK_MADE, u64::from(slot).saturating_mul(PAGE_BYTES), &image)?;
         }
         writer.sync(SUPERBLOCK_MADE)?;

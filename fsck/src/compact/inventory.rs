@@ -393,7 +393,7 @@ impl Inventory {
         }
         let clash = |what| damaged_at(catalogue.store, segment, entry, what);
         let identity = definition(catalogue.store, segment, entry)?;
-        let named = Identity::decode(&identity.canonical).map_err(|_| clash("an invalid identity"))?;
+        let named = Identity::decode(&identity.canonical).map_err(|_| clash("the identity is not valid"))?;
         let spec_entry =
             specs.get(&named.spec_fingerprint.0).ok_or_else(|| clash("an identity lacks its spec"))?;
         let spec = definition(catalogue.store, segment, spec_entry)?;

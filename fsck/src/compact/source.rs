@@ -85,9 +85,11 @@ impl<'a> Reader<'a> {
         let len = if has_payload { whole } else { u64::from(held.header_bytes) };
         let len = usize::try_from(len).map_err(|_| self.damaged(held, "a record is too long"))?;
         let segment = self.inventory.segments.get(held.segment as usize);
-        let segment = segment.ok_or_else(|| self.damaged(held, "no segment"))?;
+        let segment =
+            segment.ok_or_else(|| self.damaged(held, "the segment of the record is not in the inventory"))?;
         if self.open.as_ref().is_none_or(|(number, _)| *number != held.segment) {
-            let disk = disk_of(self.store, segment).ok_or_else(|| self.damaged(held, "no directory"))?;
+            let disk = disk_of(self.store, segment)
+                .ok_or_else(|| self.damaged(held, "the directory of the record was removed"))?;
             let file = disk.open(&path(self.store, segment));
             self.open = Some((held.segment, file.map_err(|error| self.damaged(held, &error.to_string()))?));
         }
@@ -150,8 +152,11 @@ impl<'a> Reader<'a> {
         (block, part): (u32, u32),
         decoded: &'b mut Vec<u8>,
     ) -> Result<(&'b [u8], u32), Refusal> {
-        let place =
-            read.layout.parts().get(part as usize).ok_or_else(|| self.damaged(held, "no such part"))?;
+        let place = read
+            .layout
+            .parts()
+            .get(part as usize)
+            .ok_or_else(|| self.damaged(held, "a part of the record is not in its shape"))?;
         let raw = match &read.stored {
             None => {
                 let offset = place.offset.saturating_add(place.step.saturating_mul(u64::from(block)));

@@ -27,7 +27,7 @@ pub(super) fn set_aside(site: &Site, path: &str, why: &str, log: &mut Vec<Action
                 Ok(()) => return settle(writer, path),
             }
         }
-        Err(io::Error::other("too many files of this name are in the folder"))
+        Err(io::Error::other("the quarantine has too many files of this name: remove some of them"))
     })
 }
 

@@ -76,7 +76,7 @@ impl Case<'_> {
     fn look_twice(&self, tally: &Tally, log: &mut Vec<Action>) -> Option<SegmentReport> {
         let path = self.path();
         let Some(first) = self.look(tally) else {
-            self.site.cannot(log, &path, "it cannot be opened");
+            self.site.cannot(log, &path, "the file cannot be opened");
             return None;
         };
         if first.findings.times(findings::MEDIA_ERROR.name) > 0 {
@@ -278,7 +278,11 @@ impl Case<'_> {
     fn set_aside(&self, report: &SegmentReport, log: &mut Vec<Action>) -> bool {
         let newer = ["segment-newer", "trailer-newer"];
         if newer.iter().any(|label| report.findings.times(label) > 0) {
-            self.site.cannot(log, &self.path(), "a newer program wrote it: repair it with that program");
+            self.site.cannot(
+                log,
+                &self.path(),
+                "a newer program wrote the segment: repair the store with that program",
+            );
             return false;
         }
         quarantine::set_aside(self.site, &self.path(), "it belongs to another store", log)

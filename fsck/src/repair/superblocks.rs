@@ -19,8 +19,7 @@ pub(super) fn fix(sites: &[Site], store: &Store, knowledge: &Knowledge, log: &mu
                     site.cannot(
                         log,
                         SUPERBLOCK,
-                        "one slot is from a newer program: repair it with that \
-                        program",
+                        "a newer program wrote one slot: repair the store with that program",
                     );
                 }
                 Err(_) => {
@@ -34,7 +33,7 @@ pub(super) fn fix(sites: &[Site], store: &Store, knowledge: &Knowledge, log: &mu
                     None => site.cannot(
                         log,
                         SUPERBLOCK,
-                        "the shards in this directory do not identify it: give all directories",
+                        "the shards in this directory do not identify the directory: give all directories",
                     ),
                 }
             }

@@ -462,7 +462,7 @@ impl Device for Emulated {
 
     fn pin(&self, region: &Arc<Region>) -> Result<(), DeviceError> {
         if self.0.faults.no_pin {
-            return Err(DeviceError::Pin("the emulated device was told to refuse".to_owned()));
+            return Err(DeviceError::Pin("the emulated device is set to refuse pinning".to_owned()));
         }
         lock(&self.0.pins).push(region.id());
         Ok(())
@@ -478,7 +478,10 @@ impl Device for Emulated {
     fn stream(&self) -> Result<Stream, DeviceError> {
         self.0.alive()?;
         if self.0.faults.no_stream {
-            return Err(DeviceError::Call { call: "stream", why: "told to refuse".to_owned() });
+            return Err(DeviceError::Call {
+                call: "stream",
+                why: "the emulated device is set to refuse streams".to_owned(),
+            });
         }
         let queue = Arc::new(Queue::start(&self.0)?);
         let mut queues = lock(&self.0.queues);
@@ -492,8 +495,9 @@ impl Device for Emulated {
         let queues = lock(&self.0.queues);
         let known =
             queues.iter().find(|(number, _)| *number == handle).and_then(|(_, queue)| queue.upgrade());
-        let queue = known
-            .ok_or(DeviceError::Foreign("this number of a stream: make one with the emulated device"))?;
+        let queue = known.ok_or(DeviceError::Foreign(
+            "a stream of another device: create the stream with the emulated device",
+        ))?;
         Ok(Stream(queue))
     }
 
@@ -593,7 +597,9 @@ impl Device for Emulated {
             return Err(DeviceError::Foreign("memory that it did not allocate"));
         }
         if memory.base != adopted.0.base() {
-            return Err(DeviceError::Foreign("a part of an allocation as a handle: export the whole"));
+            return Err(DeviceError::Foreign(
+                "a part of an allocation as a handle: export the whole allocation",
+            ));
         }
         Ok(adopted.0.handle())
     }

@@ -184,7 +184,7 @@ fn check(pieces: &[Piece], bytes: u64, memories: &[Memory], align: u64) -> Resul
 const DIGEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What a device says that cannot compute digests.
-const NO_DIGESTS: DeviceError = DeviceError::Foreign("chunks to digest: it has no kernel");
+const NO_DIGESTS: DeviceError = DeviceError::Foreign("kernels for digests of chunks");
 
 /// Digests that a device was asked for, which it may still compute. The caller that asked keeps the memory until the event
 /// is done, and keeps this value until it has taken the digests.

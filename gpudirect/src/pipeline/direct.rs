@@ -414,7 +414,7 @@ impl DirectStream<'_> {
             }
         }
         let halt = match readers.is_empty() {
-            true => Some((0, Halt::Aside("no threads".to_owned()))),
+            true => Some((0, Halt::Aside("the threads for reads could not be started".to_owned()))),
             false => self.bring_all(),
         };
         self.read.change(|progress| progress.stopped = true);
@@ -523,7 +523,7 @@ impl DirectStream<'_> {
         let blocks = self.request.into.blocks() as usize;
         let parts = self.request.into.shape().layers().get(layer.layer as usize);
         if parts.map(|layer| layer.chunks.len() * blocks) != Some(layer.chunks.len()) {
-            return Err(Halt::Failed("the store lent other chunks than requested".to_owned()));
+            return Err(Halt::Failed("the store pinned other chunks than requested".to_owned()));
         }
         if self.request.verify != Verify::Always && !read.lent.is_held() {
             // What is not compared may be whatever has been written there since.

@@ -229,7 +229,9 @@ impl Pipeline {
         let all = request.into.layer_bytes();
         let wanted = request.layers.clone().unwrap_or(0..all.len() as u32);
         if wanted.is_empty() || wanted.end as usize > all.len() {
-            return Err(LandError::Request("no such layers".to_owned()));
+            return Err(LandError::Request(
+                "the range of layers is empty, or exceeds the layers of the model".to_owned(),
+            ));
         }
         Ok((wanted, all))
     }
@@ -238,7 +240,9 @@ impl Pipeline {
         Self::wanted(request)?;
         if request.keys.len() != request.into.blocks() as usize {
             let (keys, places) = (request.keys.len(), request.into.blocks());
-            return Err(LandError::Request(format!("{keys} keys were given for {places} places")));
+            return Err(LandError::Request(format!(
+                "{keys} keys were given for {places} places: give one key for each place"
+            )));
         }
         Ok(())
     }

@@ -395,8 +395,8 @@ struct Moved {
 
 impl Context {
     pub(super) fn retain(ordinal: u32) -> Result<Self, DeviceError> {
-        let number =
-            c_int::try_from(ordinal).map_err(|_| DeviceError::Absent("no such number".to_owned()))?;
+        let number = c_int::try_from(ordinal)
+            .map_err(|_| DeviceError::Absent("the number of the device is too large".to_owned()))?;
         let (mut device, calls) = (0, calls()?);
         // SAFETY: writes one handle.
         check("cuDeviceGet", unsafe { (calls.device)(&raw mut device, number) })?;
@@ -531,7 +531,9 @@ impl Context {
         // asked for is not known.
         let whole = if allocated { bytes <= range } else { bytes == range };
         if start != base || !whole {
-            return Err(DeviceError::Foreign("a part of an allocation under a name of its own"));
+            return Err(DeviceError::Foreign(
+                "a part of an allocation as a handle: export the whole allocation",
+            ));
         }
         let mut handle = cu::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: writes one handle; an address without one is an error.

@@ -37,7 +37,7 @@ impl<T> Drop for Counted<T> {
 
 pub(super) fn open(core: &Arc<Core>) -> Result<Arc<dyn Files>, DeviceError> {
     if core.faults.no_files {
-        return Err(DeviceError::Foreign("files: it was told to refuse them"));
+        return Err(DeviceError::Foreign("files: the emulated device is set to refuse them"));
     }
     Ok(Arc::new(Straight(Arc::clone(core))))
 }
@@ -76,7 +76,7 @@ impl Files for Straight {
             self.0.alive()?;
         }
         if is(self.0.faults.failed_read) || self.0.reads_fail.load(Ordering::Acquire) {
-            return Err(failed("told to fail"));
+            return Err(failed("the emulated device is set to fail reads"));
         }
         let to = memory_of(into.memory())?;
         // Files may be open for direct I/O, which asks for whole pages of memory too.

@@ -39,9 +39,10 @@ impl Shared {
     pub(super) fn open(core: &Arc<Core>, handle: &IpcHandle, bytes: u64) -> Result<Self, DeviceError> {
         let why = |why: String| DeviceError::Call { call: "open of a shared handle", why };
         let text: Vec<u8> = handle.0.iter().copied().take_while(|&byte| byte != 0).collect();
-        let path = String::from_utf8(text).map_err(|_| why("not a handle of this kind".to_owned()))?;
+        let path = String::from_utf8(text)
+            .map_err(|_| why("the handle is not from an emulated device".to_owned()))?;
         if !path.starts_with("/proc/") {
-            return Err(why("not a handle of this kind".to_owned()));
+            return Err(why("the handle is not from an emulated device".to_owned()));
         }
         let file = rustix::fs::open(&*path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
             .map_err(|error| why(error.to_string()))?;

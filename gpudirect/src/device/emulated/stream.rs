@@ -265,7 +265,7 @@ fn copy(
     let moved = transfer(direction, host, memories, pieces, allowed);
     core.pace.sleep_until(until);
     if is(core.faults.lost_at_copy) {
-        let lost = DeviceError::Lost("told to be lost in the middle of a copy".to_owned());
+        let lost = DeviceError::Lost("the emulated device is set to be lost during a copy".to_owned());
         core.lose(lost.clone());
         return Err(lost);
     }

@@ -156,7 +156,7 @@ impl Router {
     pub(crate) fn send(&self, shard: u32, message: Message) -> Result<(), Reason> {
         match self.offer(shard, message) {
             None => Ok(()),
-            Some(_) => Err(Reason::Busy("the queue of the executor is closed")),
+            Some(_) => Err(Reason::Busy("the queue of the executor is full or closed")),
         }
     }
 
@@ -244,7 +244,7 @@ impl Router {
     /// Sends a part of a delete, or refuses it.
     pub(crate) fn delete(&self, shard: u32, part: DeletePart) {
         if let Some(Message::Delete(_, part)) = self.offer(shard, Message::Delete(shard, part)) {
-            delete::refuse(part, &Reason::Busy("the queue of the executor is closed"));
+            delete::refuse(part, &Reason::Busy("the queue of the executor is full or closed"));
         }
     }
 }

@@ -528,7 +528,7 @@ impl fmt::Debug for Store {
 }
 
 /// What a caller is told whose request finds no place in a mailbox.
-const FULL: &str = "the queue of the executor is closed";
+const FULL: &str = "the queue of the executor is full";
 
 /// The answer to a request whose executor is gone.
 const ENDED: &str = "the executor has ended";
