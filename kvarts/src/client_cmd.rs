@@ -116,13 +116,14 @@ fn memory(client: &Client, subject: &Subject) -> Result<(SharedBuf, usize), Fail
     let blocks = (BATCH_BYTES / each).clamp(1, subject.keys.len().max(1) as u64);
     let len = usize::try_from(blocks * each).map_err(Failure::user)?;
     let region = client.pool(len).map_err(Failure::user)?;
-    let buf = SharedBuf::new(&region, 0, len).ok_or_else(|| Failure::user("no memory"))?;
+    let buf = SharedBuf::new(&region, 0, len)
+        .ok_or_else(|| Failure::user("the memory for the blocks could not be allocated"))?;
     Ok((buf, blocks as usize))
 }
 
 fn placed(subject: &Subject, memory: &SharedBuf, blocks: usize) -> Result<Placed, Failure> {
     let pages = memory.slice(0, subject.shape.block_bytes() as usize * blocks);
-    let pages = pages.ok_or_else(|| Failure::user("no memory"))?;
+    let pages = pages.ok_or_else(|| Failure::user("the memory for the blocks could not be allocated"))?;
     Placed::blocks(&subject.shape, pages, blocks as u32).map_err(Failure::user)
 }
 
@@ -234,7 +235,7 @@ fn show_found(
         grouped(together.tokens)
     )?;
     if together.recompute_tokens > 0 {
-        writeln!(out, "  {} tokens of it must be computed again", grouped(together.recompute_tokens))?;
+        writeln!(out, "  {} of these tokens must be computed again", grouped(together.recompute_tokens))?;
     }
     if let Some(cluster) = cluster {
         beyond::show_cluster(cluster, out)?;
@@ -437,7 +438,7 @@ pub(crate) fn watch(arguments: &WatchArgs, out: &mut dyn Write) -> Result<(), Fa
             let model = name_of(&client, &mut names, word("namespace"));
             let of_day = Duration::from_millis(event.unix_ms % (24 * 3600 * 1000)).as_secs();
             let (hour, minute, second) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
-            let (what, key) = (word("event"), word("key").get(..16).unwrap_or("all of it"));
+            let (what, key) = (word("event"), word("key").get(..16).unwrap_or("all blocks"));
             let time = format!("{hour:02}:{minute:02}:{second:02}");
             writeln!(out, "{time}  {what:<11}  {:<9}  {model:<20.20}  {key}", word("reason"))?;
         }

@@ -190,7 +190,7 @@ fn write_repair(report: &RepairReport, json: bool, out: &mut dyn Write) -> Resul
     for action in &report.actions {
         writeln!(out, "  {action}")?;
     }
-    let then = if report.dry_run { "As it is now:" } else { "Checked again:" };
+    let then = if report.dry_run { "The store before the repair:" } else { "Checked again:" };
     writeln!(out, "{then}")?;
     out.write_all(report.report.text().as_bytes())?;
     write_counts(&report.report, out)

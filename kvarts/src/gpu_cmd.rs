@@ -72,7 +72,7 @@ fn probe(arguments: &ProbeArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let curve = curve.map_err(Failure::user)?;
     let digests = match try_digests(&*device, &host) {
         Ok(true) => "right".to_owned(),
-        Ok(false) => "WRONG: report it".to_owned(),
+        Ok(false) => "WRONG: report this defect".to_owned(),
         Err(error) => format!("none: {error}"),
     };
     let pinned = pinned.map_err(|error| error.to_string());

@@ -240,7 +240,7 @@ fn calibrate(path: &Path, engine: &EngineArgs, json: bool, out: &mut dyn Write) 
     }
     writeln!(out, "{}", interpolated.told())?;
     writeln!(out, "{} ({} on {}, times {:.3})", scaled.told(), engine.model, engine.device, scaled.factor())?;
-    Ok(writeln!(out, "the better one, judged by samples left out of the table: {taken}")?)
+    Ok(writeln!(out, "the better model, chosen by its error on samples that were left out: {taken}")?)
 }
 
 /// The bandwidth at which a prefix takes as long to load as to compute.
@@ -378,9 +378,9 @@ pub(crate) fn show(plan: &Plan, told: &Told, out: &mut dyn Write) -> Result<(), 
         ("stall: waits for the other layers", plan.stall_ms),
         ("recompute: tokens computed again", plan.recompute_ms),
         ("compute: all computing", plan.compute_ms),
-        ("to the first token", plan.ttft_ms),
-        ("with nothing restored", plan.from_nothing_ms),
-        ("with what the device has", plan.held_ms),
+        ("time to the first token", plan.ttft_ms),
+        ("time with nothing restored", plan.from_nothing_ms),
+        ("time with blocks in device memory", plan.held_ms),
         ("benefit", plan.benefit_ms),
     ] {
         times.row([name.to_owned(), format!("{ms:.1}")]);

@@ -66,7 +66,7 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     let mut daemon = tokio::select! {
         // ends: a start has limits of its own, and a signal ends it
         started = &mut starting.task => started.map_err(Failure::user)?.map_err(Failure::User)?,
-        _ = terminate.recv() => return starting.stop("told to stop").await,
+        _ = terminate.recv() => return starting.stop("a signal to stop was received").await,
         _ = interrupt.recv() => return starting.stop("interrupted").await,
     };
     tell_start(config, &daemon);
@@ -75,7 +75,7 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     let served = loop {
         tokio::select! {
             _ = terminate.recv() => {
-                tracing::info!("told to stop");
+                tracing::info!("a signal to stop was received");
                 break Ok(());
             }
             _ = interrupt.recv() => {
@@ -189,7 +189,10 @@ impl Starting {
             Ok(Ok(Err(refused))) => tracing::info!("the start has ended: {refused}"),
             Ok(Err(failed)) => return Err(Failure::user(failed)),
             Err(_) => {
-                tracing::info!("the start was interrupted, as by a kill: the next start continues from there")
+                tracing::info!(
+                    "the start did not end in time and was interrupted as by a kill: the next start recovers \
+                    the store"
+                )
             }
         }
         tracing::info!("stopped before serving");

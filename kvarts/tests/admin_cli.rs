@@ -78,7 +78,7 @@ fn a_server_scrubs_writes_a_checkpoint_changes_its_budget_and_stops_when_it_is_t
 fn what_is_pinned_is_listed_until_it_ends() {
     let server = Server::start(Scratch::new("pins"), &["--index-memory", "64M"]);
     server.store_pages();
-    assert_eq!(server.kvarts(&["pin", "--list"]).1, "nothing is held\n");
+    assert_eq!(server.kvarts(&["pin", "--list"]).1, "no pins exist\n");
     let (code, pin) = json(server.client(&["pin", "--hold", "2h", "--json"], &TOKENS));
     assert_eq!(code, 0);
     let (_, listed) = json(server.kvarts(&["pin", "--list", "--json"]));
@@ -91,12 +91,12 @@ fn what_is_pinned_is_listed_until_it_ends() {
     let text = server.kvarts(&["pin", "--list", "--all-tenants"]).1;
     assert!(text.starts_with("PIN ") && text.contains(&name) && text.contains("1 h 5"), "{text}");
     assert_eq!(server.kvarts(&["pin", "--release", &name]).0, 0);
-    assert_eq!(server.kvarts(&["pin", "--list"]).1, "nothing is held\n");
+    assert_eq!(server.kvarts(&["pin", "--list"]).1, "no pins exist\n");
     // More than a server grants is told, in the answer and by the exit code.
     let (code, out, _) = server.client(&["pin", "--hold", "48h"], &TOKENS);
     assert_eq!(code, 1, "{out}");
-    assert!(out.starts_with("10 of 10 blocks are held for 24 h 0 min;"), "{out}");
-    assert!(out.contains("48 h 0 min were requested: a pin lasts at most a day"), "{out}");
+    assert!(out.starts_with("10 of 10 blocks are pinned for 24 h 0 min;"), "{out}");
+    assert!(out.contains("48 h 0 min were requested, but a pin lasts at most a day"), "{out}");
     let (code, pin) = json(server.client(&["pin", "--hold", "2d", "--json"], &TOKENS));
     assert_eq!((code, &pin["hold_ms"], &pin["held_blocks"]), (1, &86_400_000.into(), &10.into()));
     let (code, pin) = json(server.client(&["pin", "--hold", "24h", "--json"], &TOKENS));
@@ -247,7 +247,7 @@ fn a_token_that_is_added_works_after_a_reload_and_sees_its_own_pins_and_reads_al
     let found = server.client(&["match"], &[&TOKENS[..], &as_blue].concat());
     assert!(found.0 == 1 && found.1.starts_with("0 of 10"), "{found:?}");
 
-    assert_eq!(server.kvarts(&[&["pin", "--list"][..], &as_blue].concat()).1, "nothing is held\n");
+    assert_eq!(server.kvarts(&[&["pin", "--list"][..], &as_blue].concat()).1, "no pins exist\n");
     let (code, _, error) = server.kvarts(&["drain"]);
     assert!(code == 2 && error.contains("token") && !error.contains("--yes"), "{error}");
     let all = server.kvarts(&[&["pin", "--list", "--all-tenants"][..], &as_blue].concat());

@@ -81,7 +81,7 @@ fn a_start_that_waits_for_a_directory_that_hangs_ends_when_it_is_told_to() {
     starting.until_it_asks();
     let (code, out, log) = starting.end(Signal::TERM);
     assert!(code == Some(0) && out.is_empty(), "{code:?} {out} {log}");
-    assert!(log.contains("told to stop during the start"), "{log}");
+    assert!(log.contains("a signal to stop was received during the start"), "{log}");
     assert!(log.contains("stopped before serving"), "{log}");
     assert!(!good.exists(), "a directory was made for a store that is not");
 }

@@ -81,7 +81,7 @@ pub(super) fn show_cluster(cluster: &InCluster, out: &mut dyn Write) -> Result<(
     }
     for holder in cluster.holders.iter().filter(|holder| holder.unreadable > 0) {
         let Holder { unreadable, trouble, .. } = holder;
-        writeln!(out, "  {} with {}, and cannot be read: {trouble}", count(*unreadable), name(holder))?;
+        writeln!(out, "  {} with {} cannot be read: {trouble}", count(*unreadable), name(holder))?;
     }
     if cluster.unasked > 0 {
         writeln!(
@@ -107,7 +107,7 @@ pub(super) fn show_cold(cold: &InCold, out: &mut dyn Write) -> Result<(), Failur
     let takes = cold.restore_ms.map_or_else(String::new, |ms| format!(", about {} ms", grouped(ms)));
     writeln!(
         out,
-        "  {} of them ({} tokens) with the cold tier, which brings {} blocks, {}{takes}",
+        "  {} of these blocks ({} tokens) with the cold tier, which restores {} blocks, {}{takes}",
         grouped(u64::from(longest.blocks)),
         grouped(longest.tokens),
         grouped(cold.blocks),
@@ -146,7 +146,7 @@ mod tests {
         let nameless = "ab".repeat(16);
         assert_eq!(
             shown(&one),
-            format!("  8 with n1:7400\n  2 with {nameless}, and cannot be read: connection refused\n")
+            format!("  8 with n1:7400\n  2 with {nameless} cannot be read: connection refused\n")
         );
         assert_eq!(
             shown(&cluster(4, 3, vec![])),

@@ -72,12 +72,16 @@ pub(crate) fn pin(arguments: &PinArgs, out: &mut dyn Write) -> Result<(), Failur
     } else if let Some(pin) = pin {
         let all = subject.keys.len();
         let long = hold_ms.map_or_else(String::new, |hold| format!(" for {}", span(hold)));
-        writeln!(out, "{held} of {all} blocks are held{long}; `kvarts pin --release {pin}` ends it sooner")?;
+        writeln!(
+            out,
+            "{held} of {all} blocks are pinned{long}; `kvarts pin --release {pin}` ends the pin sooner"
+        )?;
         if is_cut {
             let asked = span(u64::try_from(arguments.hold.as_millis()).unwrap_or(u64::MAX));
             writeln!(
                 out,
-                "{asked} were requested: a pin lasts at most a day, pin the blocks again before that"
+                "{asked} were requested, but a pin lasts at most a day: pin the blocks again before the pin \
+                ends"
             )?;
         }
     } else {
@@ -140,7 +144,7 @@ fn listed(pin: &Pin) -> Value {
 
 fn show(pins: &[Pin], more: bool, out: &mut dyn Write) -> Result<(), Failure> {
     if pins.is_empty() {
-        return Ok(writeln!(out, "nothing is held")?);
+        return Ok(writeln!(out, "no pins exist")?);
     }
     let columns = [
         ("PIN", Align::Left),

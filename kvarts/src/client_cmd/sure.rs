@@ -35,7 +35,7 @@ impl Sure {
         let read = stdin().lock().read_line(&mut answer);
         match read.is_ok() && answer.trim() == "yes" {
             true => Ok(()),
-            false => Err(Failure::user("nothing was done")),
+            false => Err(Failure::user("the command was not confirmed, and nothing was changed")),
         }
     }
 }

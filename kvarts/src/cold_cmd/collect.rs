@@ -98,13 +98,13 @@ pub(super) fn run(arguments: &GcArgs, out: &mut dyn Write) -> Result<(), Failure
 
 fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     let (stop, go) = if report.dry_run {
-        ("would stop counting", "would be deleted")
+        ("would be taken out of use", "would be deleted")
     } else {
-        ("stopped counting", "deleted")
+        ("were taken out of use", "deleted")
     };
     writeln!(
         out,
-        "{} packs {stop}: {} expired, {} too old, {} beyond the limit of bytes, {} left by unfinished pushes",
+        "{} packs {stop}: {} expired, {} too old, {} beyond the limit of bytes, {} from unfinished pushes",
         grouped(report.expired + report.aged + report.over_budget + report.orphans),
         grouped(report.expired),
         grouped(report.aged),

@@ -154,7 +154,8 @@ fn from_files(
     bucket: &BucketArgs,
 ) -> Result<(Report, Seen), Failure> {
     let is_in_use = is_in_use(directories, arguments.live)?;
-    let place = Place::of(directories, is_in_use).ok_or_else(|| Failure::user("which store?"))?;
+    let place = Place::of(directories, is_in_use)
+        .ok_or_else(|| Failure::user("the directories of the store are missing: give them as DIR"))?;
     let bucket = bucket.open()?;
     // Before the store is listed: what is deleted from now on, and told to this bucket, is left out.
     let listed = bucket.wait(points(&bucket.tier))?;
@@ -162,7 +163,8 @@ fn from_files(
     let (store, contents) = place.read("cold push", &tally)?;
     let wanted = arguments.wanted.selection(&contents);
     let (before, planned) = (tally.bytes(), planned_bytes(&contents, &wanted));
-    let (from, to) = std::io::pipe().map_err(|error| Failure::User(format!("a pipe: {error}")))?;
+    let (from, to) =
+        std::io::pipe().map_err(|error| Failure::User(format!("a pipe could not be created: {error}")))?;
     let (exported, pushed) = watched(&|| (tally.bytes() - before, planned), || {
         std::thread::scope(|scope| {
             let exporting = scope.spawn(|| -> Result<Exported, String> {
@@ -178,7 +180,9 @@ fn from_files(
         })
     });
     let pushed = pushed?;
-    let exported = exported.map_err(|_| Failure::user("the store cannot be read"))?.map_err(Failure::user)?;
+    let exported = exported
+        .map_err(|_| Failure::user("the export of the store ended because of a defect of this program"))?
+        .map_err(Failure::user)?;
     let (store_problems, left_out) = (contents.findings.problem_count, exported.blocks_left_out);
     if exported.totals.blocks == 0 && left_out == 0 && !arguments.wanted.all {
         return Err(Failure::user("the store has no matching blocks"));
@@ -211,8 +215,9 @@ fn push(bucket: &Bucket, from: PipeReader, listed: BTreeMap<NamespaceId, Point>)
     listed.into_iter().for_each(|(namespace, point)| pusher.listed(namespace, point));
     let mut source = Source::new("the store", BufReader::with_capacity(1 << 20, from));
     source.each_run(&mut |source, reading, run| {
-        let namespace =
-            reading.namespace(run.namespace).ok_or_else(|| source.fault("an unknown namespace"))?;
+        let namespace = reading
+            .namespace(run.namespace)
+            .ok_or_else(|| source.fault("the namespace of a run of blocks is not defined in the export"))?;
         let mut payload = vec![0; source.payload_bytes(run)?];
         source.fill(&mut payload)?;
         bucket.wait(pusher.add(namespace, run, &Bytes::from(payload)))
@@ -250,7 +255,11 @@ fn write_text(report: &Report, seen: Seen, out: &mut dyn Write) -> Result<(), Fa
         writeln!(out, "{} blocks have expired and were left out.", grouped(report.expired))?;
     }
     if report.too_large > 0 {
-        writeln!(out, "{} blocks are larger than the limit of a pack.", grouped(report.too_large))?;
+        writeln!(
+            out,
+            "{} blocks are larger than the limit of a pack and were left out.",
+            grouped(report.too_large)
+        )?;
     }
     if report.blocks_left_out > 0 {
         writeln!(

@@ -88,7 +88,7 @@ pub(super) fn run(arguments: &RestoreArgs, out: &mut dyn Write) -> Result<(), Fa
     let restored = watched(&|| (far.load(Ordering::Relaxed), planned), || {
         bucket.each(&wanted, |namespace| restore(&bucket, &home, namespace, &far, &mut report))
     });
-    home.close().map_err(|error| Failure::User(format!("the store: {error}")))?;
+    home.close().map_err(|error| Failure::User(format!("the store could not be closed: {error}")))?;
     report.problems.extend(restored?);
     report.asked = Some(bucket.asked());
     if arguments.bucket.json {
@@ -141,7 +141,7 @@ fn restore(
 fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     writeln!(
         out,
-        "{} blocks restored, every digest verified; {} were already stored; {} of other data were read",
+        "{} blocks restored, every digest verified; {} were already stored; {} of unneeded data were read",
         grouped(report.stored),
         grouped(report.already_there),
         bytes(report.over_read_bytes)

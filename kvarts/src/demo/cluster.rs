@@ -192,7 +192,7 @@ fn until_known(prefix: &Prefix<'_>, copies: u8) -> Result<(), Failure> {
             return Ok(());
         }
         if begun.elapsed() > PATIENCE {
-            return Err(Failure::user("the directory has no place of the prefix"));
+            return Err(Failure::user("the directory lists no copy of the prefix"));
         }
         std::thread::sleep(Duration::from_millis(5));
     }

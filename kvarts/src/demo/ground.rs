@@ -136,7 +136,10 @@ impl Ground {
 
     /// Finds a chunk of a block on disk, flips a bit of it, and says where: the file and the offset.
     pub(super) fn flip(&self, block: u32) -> Result<(String, u64), Failure> {
-        let key = self.keys.get(block as usize).ok_or_else(|| Failure::user("no such block"))?;
+        let key = self
+            .keys
+            .get(block as usize)
+            .ok_or_else(|| Failure::user("the prefix has no block of this number"))?;
         let part = self.shape.chunk_count() / 2;
         let mut needle = vec![0; NEEDLE_BYTES];
         content(key, part, &mut needle);
@@ -330,7 +333,8 @@ impl<'a> Prefix<'a> {
         let namespace = client.register(&ground.identity, &ground.geometry).map_err(Failure::user)?;
         let bytes = usize::try_from(ground.bytes()).map_err(Failure::user)?;
         let region = client.pool(bytes).map_err(Failure::user)?;
-        let pool = SharedBuf::new(&region, 0, bytes).ok_or_else(|| Failure::user("no memory"))?;
+        let pool = SharedBuf::new(&region, 0, bytes)
+            .ok_or_else(|| Failure::user("the memory for the blocks could not be allocated"))?;
         Ok(Self { ground, client, namespace, pool })
     }
 
@@ -340,7 +344,11 @@ impl<'a> Prefix<'a> {
         let mut layers = Vec::new();
         for layer in self.ground.shape.layers() {
             let bytes = layer.bytes() as usize * blocks;
-            layers.push(self.pool.slice(at, bytes).ok_or_else(|| Failure::user("no memory"))?);
+            layers.push(
+                self.pool
+                    .slice(at, bytes)
+                    .ok_or_else(|| Failure::user("the memory for the blocks could not be allocated"))?,
+            );
             at += bytes;
         }
         Placed::layers(&self.ground.shape, layers, blocks as u32).map_err(Failure::user)

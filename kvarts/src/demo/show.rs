@@ -93,7 +93,7 @@ pub(super) fn write(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
     )?;
     writeln!(
         out,
-        "6. The server was stopped, and `kvarts fsck` found it too (exit code {}):",
+        "6. The server was stopped, and `kvarts fsck` found the damage too (exit code {}):",
         story.fsck_exit
     )?;
     for finding in story.fsck_findings.iter().take(4) {

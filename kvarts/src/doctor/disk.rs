@@ -152,7 +152,9 @@ fn pass(file: &File, bytes: u64, is_write: bool) -> io::Result<Duration> {
             })
         };
         let lanes: Vec<_> = (0..THREADS).map(lane).collect();
-        lanes.into_iter().try_for_each(|lane| lane.join().map_err(|_| io::Error::other("a thread ended"))?)
+        lanes.into_iter().try_for_each(|lane| {
+            lane.join().map_err(|_| io::Error::other("a thread of the test panicked"))?
+        })
     })?;
     if is_write {
         file.sync_data()?;

@@ -78,7 +78,7 @@ fn gathered(
     told: &mpsc::Receiver<(usize, io::Result<Vec<u8>>)>,
     deadline: Instant,
 ) -> io::Result<Output> {
-    let late = || io::Error::new(io::ErrorKind::TimedOut, "the program did not end in time");
+    let late = || io::Error::new(io::ErrorKind::TimedOut, "the Python program did not end in time");
     let mut outputs = [Vec::new(), Vec::new()];
     for _ in 0..2 {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -112,7 +112,7 @@ fn judge(engine: &str, python: &Path, output: io::Result<Output>) -> Finding {
     };
     let Ok(probed) = serde_json::from_slice::<Probed>(&output.stdout) else {
         let told = String::from_utf8_lossy(&output.stderr);
-        let last = told.lines().last().unwrap_or("it said nothing").to_owned();
+        let last = told.lines().last().unwrap_or("the Python program printed nothing").to_owned();
         let advice = format!(
             "install the wheel of Kvarts (scripts/wheel) for {python}, which must be the engine's \
                 Python"

@@ -57,7 +57,7 @@ fn kernel(release: &str) -> Finding {
         ),
         _ => Finding::better(
             "kernel",
-            "its version cannot be read",
+            "the version of the kernel cannot be read",
             "the server needs Linux, 5.15 or newer for io_uring",
         ),
     }
@@ -80,7 +80,7 @@ fn rings(directories: &[PathBuf]) -> Finding {
         }
         Err(OpenError::Environment(why)) => Finding::better(
             "io_uring",
-            "not tried",
+            "not tested",
             format!("{why}: repeat with a directory that this user can open"),
         ),
         Err(why) => Finding::better("io_uring", "no", why.to_string()),

@@ -134,7 +134,8 @@ fn import(arguments: &ImportArgs, far: &AtomicU64) -> Result<Report, Failure> {
         let put = pass(&arguments.file, far, &mut |reading, run, payload| {
             put(&home, reading, run, &payload, &mut report)
         });
-        let closed = home.close().map_err(|error| Failure::User(format!("the store: {error}")));
+        let closed =
+            home.close().map_err(|error| Failure::User(format!("the store could not be closed: {error}")));
         let (_, again) = put?;
         closed?;
         if again != chain {
@@ -177,11 +178,14 @@ fn pass(path: &Path, far: &AtomicU64, each: Each<'_>) -> Result<(Totals, [u8; 32
 
 /// Reads the payload of a run block by block, verifies each, and puts it where the engine can take it from.
 fn payload(source: &mut Source<impl Read>, reading: &Reading, run: &Run) -> Result<SharedBuf, Failure> {
-    let namespace = reading.namespace(run.namespace).ok_or_else(|| source.fault("an unknown namespace"))?;
+    let namespace = reading
+        .namespace(run.namespace)
+        .ok_or_else(|| source.fault("the namespace of a run of blocks is not defined in the export"))?;
     let shape = run.shape(namespace).map_err(|error| source.fault(error))?;
     let whole = source.payload_bytes(run)?;
     let memory = Region::anonymous(whole.max(1)).ok().and_then(|region| SharedBuf::new(&region, 0, whole));
-    let memory = memory.ok_or_else(|| source.fault("the memory is too small for a run of blocks"))?;
+    let memory =
+        memory.ok_or_else(|| source.fault("the memory for a run of blocks could not be allocated"))?;
     let mut block = vec![0; usize::try_from(run.block_bytes).unwrap_or(0)];
     for at in 0..run.blocks.len() {
         source.fill(&mut block)?;
@@ -261,7 +265,9 @@ fn put(
     }
     let store = home.store();
     let namespace = registered(home, reading, run.namespace)?;
-    let known = reading.namespace(run.namespace).ok_or_else(|| Failure::user("an unknown namespace"))?;
+    let known = reading
+        .namespace(run.namespace)
+        .ok_or_else(|| Failure::user("the namespace of a run of blocks is not defined in the export"))?;
     let shape = run.shape(known).map_err(Failure::user)?;
     let count = u32::try_from(run.blocks.len()).unwrap_or(u32::MAX);
     let from = Placed::blocks(&shape, payload.clone(), count);
@@ -311,7 +317,9 @@ fn put(
 }
 
 fn registered(home: &Home, reading: &Reading, id: NamespaceId) -> Result<NamespaceId, Failure> {
-    let known = reading.namespace(id).ok_or_else(|| Failure::user("an unknown namespace"))?;
+    let known = reading
+        .namespace(id)
+        .ok_or_else(|| Failure::user("the namespace of a run of blocks is not defined in the export"))?;
     let named = home.store().register(&known.identity, &known.geometry);
     named.map_err(|error| Failure::User(format!("a namespace was refused: {error}")))
 }

@@ -117,7 +117,7 @@ const CLIENTS: &[Step] = &[
     step("kvarts ls", &["llama-3.1-8b demo, 32 layers, blocks of 16 tokens: 4 blocks, 8"]),
     step("kvarts stat", &["recovery", "0 problems at the last start"]),
     step("kvarts resume", &[]),
-    step("kvarts pin | delete", &["4 of 4 blocks are held"])
+    step("kvarts pin | delete", &["4 of 4 blocks are pinned"])
         .standing_for("kvarts pin --identity ID.toml --model llama-3.1-8b --tokens TOKENS"),
     step("kvarts pin | delete", &["4"]).standing_for("kvarts pin --list"),
     step("kvarts session list", &["no sessions exist"]),
