@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn faulty_arguments_are_told_on_one_line() {
-        assert_eq!(fault(&["kvarts"]), "which subcommand? `--help` lists them");
+        assert_eq!(fault(&["kvarts"]), "a subcommand is required: `--help` lists the subcommands");
         let unknown = fault(&["kvarts", "modle"]);
         assert_eq!(
             unknown,

@@ -278,7 +278,10 @@ fn a_token_that_is_added_works_after_a_reload_and_sees_its_own_pins_and_reads_al
         assert!(!answer.contains("pages") && !answer.contains("red"), "{answer}");
     }
     let log = server.log();
-    assert!(log.contains("reload asked for") && log.contains("the configuration was not reloaded"), "{log}");
+    assert!(
+        log.contains("a reload was requested") && log.contains("the configuration was not reloaded"),
+        "{log}"
+    );
     assert!(!log.contains("kvarts_red") && !log.contains("kvarts_nobody"), "a token stands in the log");
 }
 

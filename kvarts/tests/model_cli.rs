@@ -313,7 +313,7 @@ fn a_reader_that_goes_away_ends_it_quietly() {
 
 #[test]
 fn a_question_without_a_subcommand_is_told_where_they_stand() {
-    assert_eq!(refusal(kvarts(&[])), "which subcommand? `--help` lists them");
+    assert_eq!(refusal(kvarts(&[])), "a subcommand is required: `--help` lists the subcommands");
     assert!(succeeds(kvarts(&["--help"])).contains("Usage: kvarts"));
     assert!(succeeds(kvarts(&["--version"])).starts_with("kvarts "));
 }

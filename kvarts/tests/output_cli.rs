@@ -59,7 +59,7 @@ fn an_answer_that_cannot_be_written_ends_with_code_2_and_one_line() {
         assert_eq!(kvarts(&arguments, Stdio::null()), (0, String::new()), "{arguments:?}");
         let (code, err) = kvarts(&arguments, full());
         assert_eq!((code, err.lines().count()), (2, 1), "{arguments:?}: {err}");
-        assert!(err.contains("cannot write the output: No space left"), "{arguments:?}: {err}");
+        assert!(err.contains("the output could not be written: No space left"), "{arguments:?}: {err}");
     }
 }
 

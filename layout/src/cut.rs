@@ -101,7 +101,7 @@ impl Cut {
     ) -> Result<Self, CutError> {
         let ranks = wanted.tp_size;
         if ranks == 0 || ranks > RANKS_MAX {
-            return Err(wrong_at("tp_size", format!("1 to {RANKS_MAX}")));
+            return Err(wrong_at("tp_size", format!("the value must be 1 to {RANKS_MAX}")));
         }
         if wanted.tp_rank >= ranks {
             return Err(wrong_at(
@@ -187,7 +187,9 @@ fn paged(
     let heads = if ranks == 1 { 0 } else { ranks };
     let mut parts = Vec::new();
     for (group, &bytes) in sizes {
-        let bytes = bytes.checked_mul(ranks.into()).ok_or_else(|| wrong(&"too large"))?;
+        let bytes = bytes
+            .checked_mul(ranks.into())
+            .ok_or_else(|| wrong(&"the pages of all ranks together are too large"))?;
         let role = Role::Page { bytes };
         parts.push(PartGeometry { kind: kind.clone(), role, heads, align: 1, group: Group(*group) });
     }

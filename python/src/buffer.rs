@@ -91,7 +91,9 @@ pub(crate) fn given(argument: &str, object: &Bound<'_, PyAny>, writable: bool) -
     let py = object.py();
     let (given, readonly) = match viewed(object) {
         Ok(lent) => {
-            let Some(view) = lent.0.as_ref() else { return Err(PyBufferError::new_err("no view")) };
+            let Some(view) = lent.0.as_ref() else {
+                return Err(PyBufferError::new_err("the buffer has no view of the requested kind"));
+            };
             // SAFETY: the view was filled by `PyObject_GetBuffer`.
             let whole = view.suboffsets.is_null()
                 && unsafe { PyBuffer_IsContiguous(&raw const **view, b'A' as c_char) } == 1;
@@ -108,7 +110,7 @@ pub(crate) fn given(argument: &str, object: &Bound<'_, PyAny>, writable: bool) -
             (Given { address, len, held: Held::Tensor(tensor) }, false)
         }
         Err(refused) => {
-            let what = format!("no buffer: {}", refused.value(py));
+            let what = format!("the object has no buffer: {}", refused.value(py));
             return Err(invalid(py, argument, what));
         }
     };

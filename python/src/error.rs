@@ -91,7 +91,7 @@ pub(crate) fn invalid(py: Python<'_>, argument: &str, what: impl std::fmt::Displ
 
 /// A call in a process that was forked from the one that made the object.
 pub(crate) fn forked() -> PyErr {
-    let text = "made before a fork: connect again in this process";
+    let text = "this object was made before a fork: connect again in this process";
     let made = Python::try_attach(|py| made(py, Kind::Invalid, "Forked", text));
     made.unwrap_or_else(|| PyRuntimeError::new_err(text))
 }

@@ -189,7 +189,7 @@ impl Handle {
             batches.close();
             waiting::until_free(py, || batches.is_free());
         }
-        told?.into_iter().next().ok_or(Reason::Bug("a batch without an answer")).or_raise(py)
+        told?.into_iter().next().ok_or(Reason::Bug("a batch returned no result")).or_raise(py)
     }
 }
 

@@ -40,7 +40,7 @@ pub(crate) fn keys(given: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
         given.try_iter().map_err(|_| invalid(py, "keys", "the value must be a sequence of keys"))?.enumerate()
     {
         if found.len() >= MAX_REQUEST_BLOCKS {
-            let why = format!("more than {MAX_REQUEST_BLOCKS}: use several batches");
+            let why = format!("the list has more than {MAX_REQUEST_BLOCKS} keys: use several batches");
             return Err(invalid(py, "keys", why));
         }
         let item = item?;
@@ -79,7 +79,7 @@ pub(crate) fn key<'py>(parts: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyByt
                 return Err(invalid(
                     py,
                     "parts",
-                    format!("longer than {MAX_FOREIGN_KEY_BYTES} bytes in all"),
+                    format!("the parts together are longer than {MAX_FOREIGN_KEY_BYTES} bytes"),
                 ));
             }
         }

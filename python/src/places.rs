@@ -83,7 +83,7 @@ impl Gather<'_> {
             return Err(invalid(
                 py,
                 argument,
-                format!("the buffer has {} bytes where a block has {expected}", given.len),
+                format!("the buffer has {} bytes, but a block has {expected} bytes", given.len),
             ));
         }
         if given.len == 0 {
@@ -170,7 +170,7 @@ fn whole(mut gather: Gather<'_>, given: &Bound<'_, PyAny>, asked: &Asked<'_>) ->
         return Err(invalid(
             py,
             "buffers",
-            format!("the buffers have {found} bytes where {blocks} blocks have {all}"),
+            format!("the buffers have {found} bytes, but {blocks} blocks have {all} bytes"),
         ));
     }
     let memory = gather.memories().and_then(|memories| memories.into_iter().next());

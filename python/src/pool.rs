@@ -28,7 +28,7 @@ const LOOK: Duration = Duration::from_millis(50);
 pub(crate) fn memory(py: Python<'_>, core: &Arc<Core>, region: &Arc<Region>) -> PyResult<Memory> {
     let remote = core.remote.as_ref();
     let file = remote.and_then(|remote| remote.file_of(region));
-    let file = file.ok_or(Error(Reason::Bug("a pool that lies in no file"))).or_raise(py)?;
+    let file = file.ok_or(Error(Reason::Bug("the pool has no file"))).or_raise(py)?;
     // Of the same pages once more, as the interpreter maps memory: its views keep that.
     let owner = py.import("mmap")?.getattr("mmap")?.call1((file.as_raw_fd(), region.len()))?;
     let given = buffer::given("nbytes", &owner, true)?;

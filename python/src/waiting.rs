@@ -30,7 +30,7 @@ impl Wake for Unpark {
 /// A time that a caller gave, in seconds.
 pub(crate) fn duration(py: Python<'_>, argument: &str, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
-        .map_err(|_| invalid(py, argument, "seconds, not negative, and finite"))
+        .map_err(|_| invalid(py, argument, "the value must be a finite number of seconds, not negative"))
 }
 
 /// Runs a future to its end; Ctrl-C ends it before.

@@ -150,11 +150,11 @@ fn of_wire(wire: &proto::Event) -> Result<Event, Reason> {
         What::Complete => return Ok(Event::bare("complete", sequence)),
         What::Gap | What::Unspecified => return Ok(Event::bare(GAP, sequence)),
     };
-    let broken = |_| Reason::Bug("an event that is none");
+    let broken = |_| Reason::Bug("the server sent an invalid event");
     let namespace = convert::namespace(&wire.namespace).map_err(broken)?;
     let (group, coordinate) = convert::column(wire.column.as_ref()).map_err(broken)?;
     let (keys, []) = wire.key.as_chunks::<32>() else {
-        return Err(Reason::Bug("an event with half a key"));
+        return Err(Reason::Bug("the server sent an event with an incomplete key"));
     };
     let keys = keys.iter().copied().map(BlockKey).collect();
     Ok(Event { what, namespace: Some(namespace), keys, group, coordinate, sequence })

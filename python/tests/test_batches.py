@@ -300,7 +300,7 @@ class Batches(Served):
         gone = memoryview(bytearray(PAGE))
         gone.release()
         wrong = [
-            (good, [bytearray(PAGE - 1)], r"buffers\[0\]: the buffer has 65535 bytes where a block has 65536"),
+            (good, [bytearray(PAGE - 1)], r"buffers\[0\]: the buffer has 65535 bytes, but a block has 65536"),
             (good, [bytearray(PAGE + 1)], r"buffers\[0\]"),
             (good, [bytearray(0)], r"buffers\[0\]"),
             (good, [bytes(PAGE)], r"buffers\[0\]: the buffer is read-only"),
@@ -381,7 +381,7 @@ class Batches(Served):
         self.assertEqual(tensors.tobytes(), words.tobytes())
         with self.assertRaisesRegex(kvarts.Invalid, "not contiguous"):
             pages.submit_get(keys(1), [OnlyDlpack(numpy.zeros((PAGE // 4, 2), dtype=numpy.float32)[:, 0])])
-        with self.assertRaisesRegex(kvarts.Invalid, "where a block has"):
+        with self.assertRaisesRegex(kvarts.Invalid, "but a block has"):
             pages.submit_get(keys(1), [OnlyDlpack(tensors[0])])
 
     def test_a_closed_handle_refuses_and_has_let_go_of_everything(self):

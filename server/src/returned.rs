@@ -7,7 +7,7 @@ pub(crate) fn tell(directory: &str, outcome: &Result<u64, Error>) {
     match outcome {
         Ok(blocks) => tracing::warn!(directory, blocks, "the directory is in use again"),
         Err(why) => {
-            tracing::warn!(directory, %why, "the directory stays out of use; the server tries it again")
+            tracing::warn!(directory, %why, "the directory stays out of use; the server retries")
         }
     }
 }

@@ -62,7 +62,7 @@ fn told(written: io::Result<()>, code: u8) -> u8 {
         Ok(()) => code,
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => CUT_OFF,
         Err(error) => {
-            complain(&format!("cannot write the output: {error}"));
+            complain(&format!("the output could not be written: {error}"));
             2
         }
     }
@@ -81,7 +81,7 @@ fn one_line(message: &str) -> String {
 pub fn usage_fault(error: &clap::Error) -> String {
     use clap::error::ErrorKind;
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
-        return "which subcommand? `--help` lists them".to_owned();
+        return "a subcommand is required: `--help` lists the subcommands".to_owned();
     }
     let text = error.render().to_string();
     let message = text.split("\nUsage:").next().unwrap_or(&text);

@@ -79,7 +79,7 @@ pub fn remove(path: &Path) {
     }
     if let Some(error) = last {
         // A terminal that is gone misses nothing.
-        let _ = writeln!(std::io::stderr(), "kvarts: {} stays behind: {error}", path.display());
+        let _ = writeln!(std::io::stderr(), "kvarts: {} could not be removed: {error}", path.display());
     }
 }
 
@@ -97,7 +97,7 @@ fn watch() -> Result<(), String> {
         let (told, is_told) = sync_channel(1);
         let thread = std::thread::Builder::new().name("kvarts-signals".to_owned());
         thread.spawn(move || watching(&told)).map_err(|error| error.to_string())?;
-        is_told.recv().unwrap_or_else(|_| Err("signals cannot be waited for".to_owned()))
+        is_told.recv().unwrap_or_else(|_| Err("the program cannot wait for signals".to_owned()))
     };
     WATCHED.get_or_init(begin).clone()
 }

@@ -401,7 +401,10 @@ fn a_wrong_address_is_refused_at_the_start() {
     assert!(
         refused("[cold]\nbucket = 'file:///b'\nuses = 4\n").contains("cold.uses: the value must be 0 to 3")
     );
-    assert!(refused("[cold]\nbucket = 'file:///b'\nspill = 'maybe'\n").contains("cold.spill: on or off"));
+    assert!(
+        refused("[cold]\nbucket = 'file:///b'\nspill = 'maybe'\n")
+            .contains("cold.spill: the value must be on or off")
+    );
     assert!(
         refused("[cold]\nbucket = 'file:///b'\noffer = 'yes'\n")
             .contains("cold.offer: the value must be off, on, or")

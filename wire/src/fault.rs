@@ -324,7 +324,7 @@ fn counted(what: &str) -> &'static str {
         "blocks in the namespace: delete keys or the whole namespace",
         "separate runs of blocks",
     ];
-    KNOWN.into_iter().find(|known| *known == what).unwrap_or("things")
+    KNOWN.into_iter().find(|known| *known == what).unwrap_or("items")
 }
 
 fn of_kind(kind: proto::Kind, what: String) -> Reason {

@@ -404,7 +404,7 @@ fn product(config: &Config<'_>, field: &str, factors: &[u64]) -> Result<u64, Imp
     factors.iter().try_fold(1u64, |product, &factor| product.checked_mul(factor)).ok_or_else(|| {
         ImportError::Value {
             field: config.path(field),
-            found: "a number that is too large".to_owned(),
+            found: "a value that is too large".to_owned(),
             expected: "a size that fits 64 bits".to_owned(),
         }
     })

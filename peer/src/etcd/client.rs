@@ -48,7 +48,7 @@ async fn answered<T>(asked: impl Future<Output = Result<Response<T>, Status>>) -
     match tokio::time::timeout(TIMEOUT, asked).await {
         Ok(Ok(answer)) => Ok(answer.into_inner()),
         Ok(Err(status)) => Err(status.message().to_owned()),
-        Err(_) => Err("the server does not respond".to_owned()),
+        Err(_) => Err("etcd does not respond".to_owned()),
     }
 }
 
@@ -118,7 +118,7 @@ impl Etcd {
         let Some((name, password)) = access.login() else { return Ok(self) };
         let asked = AuthenticateRequest { name, password };
         let answer = answered(AuthClient::new(self.channel.clone()).authenticate(asked)).await?;
-        let token = answer.token.parse().map_err(|_| "an invalid token".to_owned())?;
+        let token = answer.token.parse().map_err(|_| "etcd sent an invalid token".to_owned())?;
         self.token = Some(token);
         Ok(self)
     }
@@ -146,7 +146,7 @@ impl Etcd {
         let asked = tokio_stream::once(LeaseKeepAliveRequest { id: lease });
         let mut answers = answered(client.lease_keep_alive(self.request(asked))).await?;
         let message = async { answers.message().await.map(Response::new) };
-        let kept = answered(message).await?.ok_or("the server ended the call")?;
+        let kept = answered(message).await?.ok_or("etcd ended the call")?;
         Ok(kept.ttl > 0)
     }
 
@@ -222,7 +222,7 @@ impl Changes {
     pub(super) async fn next(&mut self) -> Result<Vec<(KeyValue, bool)>, String> {
         // ends: the renewal of the lease beside it fails, once etcd is silent
         let message = self.messages.message().await.map_err(|status| status.message().to_owned())?;
-        let message = message.ok_or("the server ended the call")?;
+        let message = message.ok_or("etcd ended the call")?;
         if message.canceled {
             return Err(format!("the watch has ended: {}", message.cancel_reason));
         }

@@ -26,8 +26,9 @@ impl Namespaces {
     /// One more. A peer that knows an identity may name its namespace; nothing of it is made or kept by the store.
     pub(super) fn open(&mut self, body: Bytes) -> Result<(), Broken> {
         let proto::LaneOpen { namespace, identity } = message(body)?;
-        let identity = Identity::decode(&identity).map_err(|_| Broken::Protocol("no identity"))?;
-        let id = identity.namespace_id().map_err(|_| Broken::Protocol("no identity"))?;
+        let identity =
+            Identity::decode(&identity).map_err(|_| Broken::Protocol("the identity is not valid"))?;
+        let id = identity.namespace_id().map_err(|_| Broken::Protocol("the identity is not valid"))?;
         if self.0.len() >= NAMESPACES_MAX || self.0.insert(namespace, id).is_some() {
             return Err(Broken::Protocol("the request has too many namespaces, or the same namespace twice"));
         }
@@ -55,14 +56,18 @@ impl Asked {
         now: Nanos,
     ) -> Result<Self, Broken> {
         let wire: proto::LaneRead = message(body)?;
-        let namespace = namespaces.0.get(&wire.namespace).ok_or(Broken::Protocol("no such namespace"))?;
+        let namespace =
+            namespaces.0.get(&wire.namespace).ok_or(Broken::Protocol("the namespace was not announced"))?;
         let column = convert::column(wire.column.as_ref());
-        let (group, coordinate) = column.map_err(|_| Broken::Protocol("no coordinate"))?;
+        let (group, coordinate) = column.map_err(|_| Broken::Protocol("the coordinate is not valid"))?;
         let (keys, rest) = wire.keys.as_chunks::<32>();
         if !rest.is_empty() || keys.is_empty() || keys.len() > KEYS_MAX {
             return Err(Broken::Protocol("the request has too many keys, or none"));
         }
-        let end = wire.first_layer.checked_add(wire.layers).ok_or(Broken::Protocol("no layers"))?;
+        let end = wire
+            .first_layer
+            .checked_add(wire.layers)
+            .ok_or(Broken::Protocol("the range of layers is not valid"))?;
         let layers = wire.first_layer..end;
         let shape = served.shape(*namespace, group, coordinate);
         if let Ok(shape) = &shape {
@@ -71,7 +76,7 @@ impl Asked {
             let chunks = chunk_count(shape, &layers).saturating_mul(count);
             let is_some = !layers.is_empty() && end as usize <= all;
             if !is_some || bytes > PIECE_BYTES_MAX || chunks > CHUNKS_MAX {
-                return Err(Broken::Protocol("the request is empty, or larger than a piece may be"));
+                return Err(Broken::Protocol("the request is empty, or larger than the limit of a piece"));
             }
         }
         let class = match wire.class() {

@@ -160,7 +160,8 @@ impl Incoming {
             let Some(got) = moved(wire.receive(rest))? else { return Ok(None) };
             self.got += got;
             if self.got == HEAD_BYTES {
-                let (head, digest) = Head::parse(&self.head).ok_or(Broken::Protocol("no frame"))?;
+                let (head, digest) =
+                    Head::parse(&self.head).ok_or(Broken::Protocol("the head of a frame is not valid"))?;
                 let most = limit(&head).ok_or(Broken::Protocol("a frame arrived out of order"))?;
                 if head.length > most {
                     return Err(Broken::Protocol("a frame is larger than the limit"));

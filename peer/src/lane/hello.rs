@@ -141,14 +141,14 @@ impl Member {
         talk.send(&frame(Kind::Hello, 0, &hello))?;
         let welcome: proto::LaneWelcome = message(talk.next(Kind::Welcome)?)?;
         if welcome.version != VERSION {
-            return Err(Broken::Refused("another version"));
+            return Err(Broken::Refused("the other node has another protocol version"));
         }
         if welcome.node[..] != peer.as_bytes()[..] || welcome.nonce.len() != 32 {
             return Err(Broken::Refused("another node listens at this address"));
         }
         let secret = self.secret.as_ref();
         if !is_due(proof(secret, Side::Called, &hello, &welcome), &welcome.proof) {
-            return Err(Broken::Refused("another secret"));
+            return Err(Broken::Refused("the other node has another cluster secret"));
         }
         let proof = wire_proof(proof(secret, Side::Caller, &hello, &welcome));
         talk.send(&frame(Kind::Proof, 0, &proto::LaneProof { proof }))?;
@@ -162,10 +162,10 @@ impl Member {
         talk.expect_magic()?;
         let hello: proto::LaneHello = message(talk.next(Kind::Hello)?)?;
         if hello.version != VERSION {
-            return Err(Broken::Refused("another version"));
+            return Err(Broken::Refused("the other node has another protocol version"));
         }
         if hello.cluster.len() > CLUSTER_BYTES_MAX || hello.cluster != self.cluster {
-            return Err(Broken::Refused("another cluster"));
+            return Err(Broken::Refused("the other node belongs to another cluster"));
         }
         if hello.peer[..] != self.node.as_bytes()[..] {
             return Err(Broken::Refused("the connection was made to another node"));
@@ -173,12 +173,13 @@ impl Member {
         if hello.secret != self.secret.is_some() {
             return Err(Broken::Refused("only one of the two nodes has a secret"));
         }
-        let caller = <[u8; 16]>::try_from(&hello.node[..]).map_err(|_| Broken::Protocol("no node"))?;
+        let caller = <[u8; 16]>::try_from(&hello.node[..])
+            .map_err(|_| Broken::Protocol("the id of the node is not valid"))?;
         if !wire.is_of(StoreId(caller)) {
             return Err(Broken::Refused("the certificate of the other node is for another name"));
         }
         if hello.nonce.len() != 32 {
-            return Err(Broken::Protocol("no nonce"));
+            return Err(Broken::Protocol("the nonce has a wrong length"));
         }
         let mut welcome = proto::LaneWelcome {
             version: VERSION,
@@ -191,7 +192,7 @@ impl Member {
         talk.send(&frame(Kind::Welcome, 0, &welcome))?;
         let given: proto::LaneProof = message(talk.next(Kind::Proof)?)?;
         if !is_due(proof(secret, Side::Caller, &hello, &welcome), &given.proof) {
-            return Err(Broken::Refused("another secret"));
+            return Err(Broken::Refused("the other node has another cluster secret"));
         }
         talk.send(&bare(Kind::Ready, 0))?;
         Ok(StoreId(caller))

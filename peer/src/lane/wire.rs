@@ -137,7 +137,7 @@ impl fmt::Display for Broken {
             Self::Gone => f.write_str("the connection has ended"),
             Self::Silent => f.write_str("the other node does not respond"),
             Self::Protocol(what) => write!(f, "the other node violated the protocol ({what})"),
-            Self::Refused(what) => write!(f, "the two nodes do not belong to one cluster: {what}"),
+            Self::Refused(what) => write!(f, "the connection between the nodes was refused: {what}"),
         }
     }
 }

@@ -110,7 +110,9 @@ impl Greeting {
         }
         match blake3::Hash::from_bytes(hear(stream).await?) == words.proof(&self.secret, Side::Called) {
             true => Ok(()),
-            false => Err(refused("another node listens at this address, or a node with another secret")),
+            false => {
+                Err(refused("another node, or a node with another cluster secret, listens at this address"))
+            }
         }
     }
 

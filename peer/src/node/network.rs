@@ -143,7 +143,7 @@ impl Network for OfTheMachine {
             let late =
                 |_| told(&format_args!("the host name of the node was not resolved within {seconds} s"));
             let mut found = found.map_err(late)?.map_err(|error| told(&error))?;
-            found.next().ok_or_else(|| told(&"no address"))
+            found.next().ok_or_else(|| told(&"the host name has no address"))
         })
     }
 }

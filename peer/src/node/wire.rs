@@ -86,8 +86,10 @@ fn partitions(bytes: &[u8]) -> Result<BTreeSet<Partition>, Malformed> {
     if all.len() > PARTITIONS {
         return Err(Malformed("partitions: the list has more partitions than exist"));
     }
-    let one =
-        |bytes: &[u8; 2]| Partition::new(u16::from_le_bytes(*bytes)).ok_or(Malformed("no such partition"));
+    let one = |bytes: &[u8; 2]| {
+        Partition::new(u16::from_le_bytes(*bytes))
+            .ok_or(Malformed("partitions: the number of a partition is too large"))
+    };
     all.iter().map(one).collect()
 }
 

@@ -116,7 +116,7 @@ fn holders(node: &ClusterNode, together: &Together) -> Vec<in_cluster::Holder> {
         let trouble = match known {
             _ if *unreadable == 0 => String::new(),
             Some(known) if !known.trouble.is_empty() => known.trouble.clone(),
-            Some(known) if known.path.is_none() => "no connection to the node of its blocks".to_owned(),
+            Some(known) if known.path.is_none() => "this node has no connection to the node".to_owned(),
             Some(_) => "the blocks of the node cannot be read now".to_owned(),
             None => "the node is no longer a member".to_owned(),
         };

@@ -144,7 +144,8 @@ impl ColdTier {
         notes.push(match cold.probe().await {
             Ok(()) => cold.probe_conditions().await,
             Err(why) => {
-                let sentence = format!("cold.bucket: {why}; until then its blocks are not found");
+                let sentence =
+                    format!("cold.bucket: {why}; until the bucket can be reached, its blocks are not found");
                 tracing::warn!("{sentence}");
                 sentence
             }
@@ -218,7 +219,7 @@ impl ColdTier {
         match tokio::time::timeout(PROBE_TIMEOUT, listed).await {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(error)) => Err(self.told(&error)),
-            Err(_) => Err(format!("{}: no answer", self.config.bucket)),
+            Err(_) => Err(format!("{}: the bucket has not responded in time", self.config.bucket)),
         }
     }
 
@@ -246,7 +247,7 @@ impl ColdTier {
                 format!("the write test of the cold tier {bucket} failed: {error}")
             }
             Err(_) => {
-                format!("the cold tier is {bucket}; the test for writing did not finish in time")
+                format!("the cold tier is {bucket}; the write test did not finish in time")
             }
         }
     }

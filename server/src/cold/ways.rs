@@ -36,8 +36,8 @@ impl Ways {
         let nodes = nodes.unwrap_or_else(|| NodePaths::new(Arc::new(store.clone())));
         let bucket = nodes.add(NAME, Arc::clone(path) as _);
         let bucket = bucket.ok_or(
-            "cold.bucket: this node has no free place for the bucket, because it reads from the \
-                largest allowed number of other nodes",
+            "cold.bucket: the bucket cannot be added to the paths of reads, because this node already \
+                reads from the largest allowed number of other nodes",
         )?;
         let runner = Arc::new(OnTokio::new(Arc::clone(store.clock()), Handle::current()));
         Ok(Self { nodes, bucket, runner })

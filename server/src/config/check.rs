@@ -59,7 +59,12 @@ pub(super) fn executors_of(cores: usize, directories: usize) -> usize {
 /// The first directory whose disk is there.
 fn first_there(directories: &[PathBuf]) -> Result<&PathBuf, Complaint> {
     let there = directories.iter().find(|directory| directory.exists()).or(directories.first());
-    there.ok_or_else(|| Complaint::new("store.directories", "there is none"))
+    there.ok_or_else(|| {
+        Complaint::new(
+            "store.directories",
+            "the list of directories is empty: name at least one directory (--dir)",
+        )
+    })
 }
 
 /// Checks everything and fills in what was left open.
@@ -103,7 +108,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         shards: set.shards.as_ref().map(|text| number("store.shards", text)).transpose()?,
         index: set.index.as_ref().map(|text| sized("limits.index", text)).transpose()?,
         policy: EvictionPolicy::named(&policy)
-            .ok_or_else(|| Complaint::new("store.policy", "weighted or lru"))?,
+            .ok_or_else(|| Complaint::new("store.policy", "the value must be weighted or lru"))?,
         endurance: set.endurance.as_ref().map(|text| sized("store.endurance", text)).transpose()?,
         executors: number("store.executors", &executors)?,
         io: io.parse::<IoChoice>().map_err(|why| Complaint::new("store.io", &why.to_string()))?,
@@ -142,7 +147,7 @@ fn log_format(name: &str) -> Result<LogFormat, Complaint> {
     match name {
         "text" => Ok(LogFormat::Text),
         "json" => Ok(LogFormat::Json),
-        _ => Err(Complaint::new("log.format", "text or json")),
+        _ => Err(Complaint::new("log.format", "the value must be text or json")),
     }
 }
 
@@ -347,7 +352,7 @@ const LAME_DUCK_MAX: Duration = Duration::from_secs(30);
 
 fn bounds(config: &Config) -> Result<(), Complaint> {
     if !(1..=256).contains(&config.executors) {
-        return Err(Complaint::new("store.executors", "1 to 256"));
+        return Err(Complaint::new("store.executors", "the value must be 1 to 256"));
     }
     if config.shards.is_some_and(|shards| !(1..=64).contains(&shards)) {
         return Err(Complaint::new("store.shards", "the value must be 1 to 64 for each directory"));
@@ -356,16 +361,16 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
         return Err(Complaint::new("limits.index", "the value must be at least 16 MiB"));
     }
     if !(1..=256).contains(&config.threads) {
-        return Err(Complaint::new("limits.threads", "1 to 256"));
+        return Err(Complaint::new("limits.threads", "the value must be 1 to 256"));
     }
     if !(16..=1 << 20).contains(&config.connections) {
-        return Err(Complaint::new("limits.connections", "16 to 1048576"));
+        return Err(Complaint::new("limits.connections", "the value must be 16 to 1048576"));
     }
     if config.lame_duck > LAME_DUCK_MAX {
         return Err(Complaint::new("listen.lame_duck", "the value must be 0 to 30 seconds"));
     }
     if !(64 << 20..=1 << 40).contains(&config.memory) {
-        return Err(Complaint::new("limits.memory", "64 MiB to 1 TiB"));
+        return Err(Complaint::new("limits.memory", "the value must be 64 MiB to 1 TiB"));
     }
     if let Some(path) = config.socket.as_deref().filter(|path| !socket::fits(path)) {
         let (max, len) = (socket::PATH_BYTES_MAX, path.as_os_str().len());

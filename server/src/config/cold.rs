@@ -70,7 +70,7 @@ pub(super) fn cold(
         spill: match spill.as_str() {
             "on" => true,
             "off" => false,
-            _ => return Err(Complaint::new("cold.spill", "on or off")),
+            _ => return Err(Complaint::new("cold.spill", "the value must be on or off")),
         },
         uses: number("cold.uses", &uses)?,
         age: seconds("cold.age", &age, 0, 30 * 86_400)?,
@@ -85,7 +85,10 @@ pub(super) fn cold(
         return Err(Complaint::new("cold.memory", "the value must be at least 128 MiB"));
     }
     if config.rate == 0 {
-        return Err(Complaint::new("cold.rate", "must be above 0; cold.spill = \"off\" disables uploads"));
+        return Err(Complaint::new(
+            "cold.rate",
+            "the value must be above 0; cold.spill = \"off\" disables uploads",
+        ));
     }
     Ok(Some(config))
 }

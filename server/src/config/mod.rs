@@ -300,7 +300,9 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
         Ok(Token {
             hash: form.hash.parse::<TokenHash>().map_err(|why| Complaint::new("tokens.hash", why))?,
             tenant: Arc::clone(tenant),
-            rights: rights.ok_or_else(|| Complaint::new("tokens.rights", &format!("some of {names}")))?,
+            rights: rights.ok_or_else(|| {
+                Complaint::new("tokens.rights", &format!("each right must be one of {names}"))
+            })?,
             expires: form.expires,
         })
     };

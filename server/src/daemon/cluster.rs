@@ -71,7 +71,9 @@ fn count_start(directory: &Path) -> Result<u64, String> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => 0,
         Err(error) => return Err(told(&error)),
     };
-    let now = before.checked_add(1).ok_or_else(|| told(&"counts no further"))?;
+    let now = before
+        .checked_add(1)
+        .ok_or_else(|| told(&"the number of starts in this file has reached its limit"))?;
     let new = directory.join(format!("{STARTS_FILE}.new"));
     let write = || {
         use std::io::Write;
@@ -364,7 +366,7 @@ fn is_local(member: &Member) -> bool {
 
 fn resolve(member: &Member) -> Result<SocketAddr, String> {
     let found = member.address.to_socket_addrs().map_err(|error| format!("{}: {error}", member.address))?;
-    found.into_iter().next().ok_or_else(|| format!("{}: no address", member.address))
+    found.into_iter().next().ok_or_else(|| format!("{}: the name has no address", member.address))
 }
 
 #[cfg(test)]

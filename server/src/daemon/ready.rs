@@ -81,7 +81,8 @@ impl Ready {
 
 /// The memory of requests.
 async fn memory(config: &Config, store: &Store, notes: &mut Vec<String>) -> Result<Memory, String> {
-    let bytes = usize::try_from(config.memory).map_err(|_| "limits.memory: too much".to_owned())?;
+    let bytes = usize::try_from(config.memory)
+        .map_err(|_| "limits.memory: the value is too large for this machine".to_owned())?;
     let memory = Memory::new(bytes, limits::SMALL_READ_BYTES, config.cache).map_err(|error| {
         format!(
             "limits.memory: the {} of memory could not be allocated: {error}",

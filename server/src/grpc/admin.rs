@@ -229,7 +229,7 @@ pub(super) async fn set_budget(
             let budget = budget.map_err(|_| Fault::busy("the server is closing"))?;
             budget.map_err(|why| Reason::Config(format!("store.budget: {why}")))?
         }
-        (0, _) => return Err(Fault::malformed("budget_percent: 1 to 100")),
+        (0, _) => return Err(Fault::malformed("budget_percent: the value must be 1 to 100")),
         _ => return Err(Fault::malformed("budget: give either bytes or a part of the disks, not both")),
     };
     let least = call.state.engine.segment_bytes().saturating_mul(SEGMENTS_MIN);
@@ -250,7 +250,7 @@ pub(super) async fn set_budget(
 
 /// Has the program that started the server read its configuration again.
 pub(super) async fn reload(call: &Call) -> Outcome<proto::ReloadReply> {
-    tracing::info!(target: "audit", tenant = call.caller.tenant.name, "reload asked for");
+    tracing::info!(target: "audit", tenant = call.caller.tenant.name, "a reload was requested");
     match call.state.reloads.ask().await {
         Some(Ok(notes)) => Ok(proto::ReloadReply { notes }),
         Some(Err(why)) => Err(Reason::Config(format!("nothing was changed: {why}")).into()),
@@ -260,7 +260,7 @@ pub(super) async fn reload(call: &Call) -> Outcome<proto::ReloadReply> {
 
 /// Begins the end of the server.
 pub(super) fn drain(call: &Call) -> proto::DrainReply {
-    tracing::info!(target: "audit", tenant = call.caller.tenant.name, "drain asked for");
+    tracing::info!(target: "audit", tenant = call.caller.tenant.name, "a drain was requested");
     match call.state.decided.lame_duck.is_zero() {
         true => call.state.start_drain(),
         // What runs the server ends it when that is over.

@@ -79,7 +79,7 @@ fn shapes(model: &Model, columns: &[proto::Column]) -> Outcome<Vec<proto::Shape>
     for (at, column) in columns.iter().enumerate() {
         let (group, coordinate) = convert::column(Some(column))?;
         if !seen.insert((group, coordinate)) {
-            return Err(Fault::malformed(format!("columns: {at} is twice in the list")));
+            return Err(Fault::malformed(format!("columns: the list has {at} twice")));
         }
         let shape = model.shape(group, coordinate)?;
         chunks += shape.chunk_count() as usize + shape.layers().len();

@@ -154,7 +154,7 @@ impl Incoming {
             if rest.is_empty() {
                 // It came with one of the frames that were taken, or in front of one of them.
                 if !self.descriptors.is_empty() {
-                    return Err(broken("an unexpected descriptor"));
+                    return Err(broken("the client sent an unexpected descriptor"));
                 }
                 self.bytes.clear();
                 self.at = 0;

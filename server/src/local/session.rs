@@ -179,7 +179,7 @@ async fn hello(line: &Line, incoming: &mut Incoming) -> Result<(u64, proto::Hell
     loop {
         if !begun && let Some((magic, rest)) = incoming.bytes.split_first_chunk::<8>() {
             if magic != MAGIC {
-                return Err(broken("another magic number"));
+                return Err(broken("the magic number is wrong"));
             }
             incoming.bytes = rest.to_vec();
             begun = true;
@@ -342,7 +342,8 @@ impl Session {
                 }
                 () = tokio::time::sleep(ASK_AGAIN), if waits => {}
                 // ends: it is `STALL` itself
-                () = stalled, if late.is_some() => return Err(broken("the client stalls")),
+                () = stalled, if late.is_some() => return Err(broken("the client made no progress for too \
+                    long")),
             }
         }
     }

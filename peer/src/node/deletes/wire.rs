@@ -47,7 +47,9 @@ pub(super) fn entry(wire: &proto::DeleteEntry) -> Result<Numbered, Malformed> {
     let namespace = <[u8; 32]>::try_from(&wire.namespace[..]).map(NamespaceId);
     let namespace = namespace.map_err(|_| Malformed("namespace: 32 bytes"))?;
     let keys = keys(&wire.keys)?;
-    let column = |column: &proto::Column| convert::column(Some(column)).map_err(|_| Malformed("no column"));
+    let column = |column: &proto::Column| {
+        convert::column(Some(column)).map_err(|_| Malformed("the column is not valid"))
+    };
     let of = wire.column.as_ref().map(column).transpose()?;
     let what = match (Wire::try_from(wire.what), &keys[..], of) {
         (Ok(Wire::Keys), [_, ..], of) => What::Keys(of, keys),
@@ -57,7 +59,7 @@ pub(super) fn entry(wire: &proto::DeleteEntry) -> Result<Numbered, Malformed> {
         _ => return Err(Malformed("the delete is empty")),
     };
     if wire.sequence == 0 || wire.sequence == u64::MAX || wire.after >= wire.sequence {
-        return Err(Malformed("an invalid number"));
+        return Err(Malformed("the number of the delete is not valid"));
     }
     let entry = Arc::new(Entry { namespace, below_ms: wire.below_ms, what });
     Ok(Numbered { name: (node(&wire.node)?, wire.sequence), after: wire.after, entry })

@@ -109,7 +109,7 @@ fn found_holes(reply: Result<Option<Reply>, IoError>) -> Result<Option<Vec<(u64,
         // Such a file system makes none.
         Err(error) if error.kind == IoErrorKind::Unsupported => Ok(Some(Vec::new())),
         Err(_) => Ok(None),
-        Ok(_) => Err(Reason::Bug("holes that are none")),
+        Ok(_) => Err(Reason::Bug("a search for holes returned another result")),
     }
 }
 
