@@ -207,8 +207,8 @@ impl Directory {
                 Err(TryLockError::WouldBlock) if since.elapsed() >= self.lock_most => {
                     let (path, seconds) = (path.display(), self.lock_most.as_secs_f64());
                     let why = format!(
-                        "the file {path} has been locked by another process for {seconds} s, which may hang: \
-                        `fuser -v {path}` on its machine shows the process"
+                        "another process, which may hang, has locked the file {path} for {seconds} s: `fuser \
+                        -v {path}` on the machine of that process shows the process"
                     );
                     return Err(io::Error::new(io::ErrorKind::TimedOut, why));
                 }

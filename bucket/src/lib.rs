@@ -56,10 +56,12 @@ pub fn open(address: &str) -> Result<Arc<dyn Bucket>, BadAddress> {
 /// What to say and do where the bucket at an address is not there.
 pub fn absent(address: &str) -> String {
     match address.strip_prefix("file://") {
-        Some(path) => format!(
-            "{address}: the directory does not exist: mount its disk if it is on one (`findmnt` lists \
-            mounted disks), else run `mkdir -p {path}`"
-        ),
+        Some(path) => {
+            format!(
+                "{address}: the directory does not exist: mount the disk of the directory (`findmnt` \
+                lists mounted disks), or create the directory with `mkdir -p {path}`"
+            )
+        }
         None => format!(
             "{address}: the bucket does not exist: check its name, AWS_REGION and AWS_ENDPOINT_URL, or \
             create the bucket"

@@ -32,8 +32,8 @@ pub(super) fn connect(path: &Path, within: Duration) -> io::Result<UnixStream> {
             Err(Errno::AGAIN | Errno::INTR) => {
                 let seconds = within.as_secs_f64();
                 let what = format!(
-                    "the server has accepted no connection for {seconds} s: its process is \
-                    stopped or hangs"
+                    "the server has accepted no connection for {seconds} s, so its process is stopped or \
+                    hangs: read the log of the server"
                 );
                 return Err(io::Error::new(io::ErrorKind::TimedOut, what));
             }

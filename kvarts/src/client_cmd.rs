@@ -284,7 +284,7 @@ fn nothing_of_it(
     }
     writeln!(
         out,
-        "0 of {asked} blocks (0 tokens) can be restored: this server stores nothing of this identity"
+        "0 of {asked} blocks (0 tokens) can be restored: this server has no blocks of this identity"
     )?;
     if let Some(meant) = meant {
         writeln!(out, "  {meant}")?;

@@ -176,8 +176,8 @@ fn open_store(directories: &[PathBuf]) -> Result<Vec<Arc<dyn Disk>>, Failure> {
 
 fn in_use(directory: &Path) -> Failure {
     Failure::User(format!(
-        "{} is in use by another process: stop it; or, if it is a server, run `kvarts compact` without a \
-        directory, and the server compacts its store",
+        "{} is in use by another process: stop that process; or, if the process is a server, run `kvarts \
+        compact` without a directory, and the server compacts its store",
         directory.display()
     ))
 }

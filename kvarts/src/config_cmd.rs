@@ -68,7 +68,7 @@ pub(crate) fn run(arguments: &ConfigArgs, out: &mut dyn Write) -> Result<(), Fai
 
 fn doors(config: &Config) -> String {
     match &config.gate {
-        Gate::Open(_) => "open to everyone who can reach it".to_owned(),
+        Gate::Open(_) => "open to every client that can connect".to_owned(),
         Gate::Tokens(tokens) => format!("{} tokens", tokens.len()),
     }
 }

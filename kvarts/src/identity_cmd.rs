@@ -114,11 +114,11 @@ impl Known {
         let of_engine = arguments.engine.map(Engine::block);
         if let Some(tokens) = arguments.block_tokens {
             self.geometry.check_block_tokens(tokens).map_err(Failure::user)?;
-            return Ok((tokens, of_engine.map_or("as you choose", |(_, option)| option)));
+            return Ok((tokens, of_engine.map_or("chosen by you", |(_, option)| option)));
         }
         Ok(match of_engine.filter(|(tokens, _)| self.geometry.check_block_tokens(*tokens).is_ok()) {
             Some((tokens, option)) => (tokens, option),
-            None => (self.block_tokens, "as you choose"),
+            None => (self.block_tokens, "chosen by you"),
         })
     }
 }
@@ -133,7 +133,7 @@ fn template(arguments: &IdentityArgs, known: &Known) -> Result<String, Failure> 
         ],
         Some(engine) => [
             ("engine", engine.name(), "the engine that has this memory layout"),
-            ("layout", "", "its name for that layout, such as NHD or HND"),
+            ("layout", "", "the engine's name for the layout, such as NHD or HND"),
             ("version", "", "the engine's version: another version may arrange bytes differently"),
         ],
     };
@@ -151,7 +151,8 @@ fn template(arguments: &IdentityArgs, known: &Known) -> Result<String, Failure> 
          # Use it with: {} --identity THIS-FILE\n\n",
         known.given
     );
-    text += &field("model", &known.name, "its name, as you choose; the same wherever it is used");
+    text +=
+        &field("model", &known.name, "the name of the model, as you choose; use the same name everywhere");
     text += &field("revision", &arguments.revision, "the commit or digest of the weights, no branch");
     text += &field("kv_dtype", &known.dtype, "the type of the cached numbers, such as bf16 or fp8");
     text += &format!("block_tokens = {tokens}  # {says}\n\n");

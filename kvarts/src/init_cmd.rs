@@ -55,7 +55,7 @@ pub(crate) fn run(arguments: &InitArgs, out: &mut dyn Write) -> Result<(), Failu
         let told = json!({ "store": id.to_string(), "made": is_made, "directories": directories });
         return Ok(writeln!(out, "{told:#}")?);
     }
-    let what = if is_made { "a store was made in" } else { "there is a store in" };
+    let what = if is_made { "a store was created in" } else { "a store exists in" };
     writeln!(out, "{what} {}", directories.join(", "))?;
-    Ok(writeln!(out, "its id, which is the node's in a cluster: {id}")?)
+    Ok(writeln!(out, "the id of the store, which is also the id of the node in a cluster: {id}")?)
 }

@@ -167,7 +167,7 @@ fn a_miss_says_whether_blocks_were_evicted_deleted_or_never_stored_and_metrics_c
     std::fs::write(server.path("TYPO.toml"), typo).unwrap();
     let asked = ["match", "--identity", "TYPO.toml", "--page-bytes", "4096", "--tokens", "more"];
     let (code, out, _) = server.kvarts(&asked);
-    assert!(code == 1 && out.contains("this server stores nothing of this identity"), "{out}");
+    assert!(code == 1 && out.contains("this server has no blocks of this identity"), "{out}");
     let named = "pages 1, of which ";
     assert!(
         out.contains(named)

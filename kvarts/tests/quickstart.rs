@@ -90,7 +90,7 @@ fn the_quick_start_ends_with_equal_bytes_as_it_stands_on_its_page() {
     let asked = "--identity TYPO.toml --model llama-3.1-8b --tokens TOKENS";
     let told = terminal.run(&format!("kvarts match {asked}; test $? = 1"));
     assert!(
-        told.starts_with("0 of 4 blocks (0 tokens) can be restored: this server stores nothing of"),
+        told.starts_with("0 of 4 blocks (0 tokens) can be restored: this server has no blocks of"),
         "{told}"
     );
     assert!(told.contains("revision is \"demo\" in the store but \"demi\" in the request"), "{told}");
@@ -134,7 +134,7 @@ fn a_template_of_an_identity_says_what_is_to_be_filled_in_and_is_complete_once_i
     for (field, line) in [("revision", 6), ("arrangement.layout", 19), ("arrangement.version", 20)] {
         assert!(told.contains(&format!("{field} (line {line}: empty")), "{field}: {told}\n{shown}");
     }
-    for (name, page) in [("glm-4.5", "SGLang"), ("deepseek-v4-pro", "as you choose")] {
+    for (name, page) in [("glm-4.5", "SGLang"), ("deepseek-v4-pro", "chosen by you")] {
         let shown = terminal.run(&format!("kvarts identity --model {name} --engine sglang --revision r"));
         assert!(shown.contains(page), "{shown}");
     }

@@ -220,7 +220,7 @@ impl Client {
         core.alive(py)?;
         left::settle(py);
         let name = name.parse::<PoolName>().or_raise(py)?;
-        let embedded = || Error(Reason::Config("a pool belongs to a server: connect to one".to_owned()));
+        let embedded = || Error(Reason::Config("a pool needs a server: connect to a server".to_owned()));
         let remote = core.remote.as_ref().ok_or_else(embedded).or_raise(py)?;
         let region = py.detach(|| remote.attach(name)).or_raise(py)?;
         pool::memory(py, core, &region)
@@ -273,8 +273,13 @@ impl Client {
         };
         let adopted = Adopted { address, nbytes: len, held, owner, mode, region: shared };
         let known = Memory::new(core, adopted);
-        known
-            .ok_or_else(|| invalid(py, "buffer", "part of it is already registered: close that Memory first"))
+        known.ok_or_else(|| {
+            invalid(
+                py,
+                "buffer",
+                "a part of the buffer is already registered: close the Memory of that part first",
+            )
+        })
     }
 
     #[doc = stub!("Client.stats")]

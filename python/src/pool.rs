@@ -56,7 +56,7 @@ impl Pool {
     /// Takes memory from the server.
     pub(crate) fn take(py: Python<'_>, core: &Arc<Core>, nbytes: usize) -> PyResult<Self> {
         let remote = core.remote.as_ref();
-        let embedded = || Error(Reason::Config("a pool belongs to a server: connect to one".to_owned()));
+        let embedded = || Error(Reason::Config("a pool needs a server: connect to a server".to_owned()));
         let remote = remote.ok_or_else(embedded).or_raise(py)?;
         let (region, name) = py.detach(|| remote.shared_pool(nbytes)).or_raise(py)?;
         let memory = Py::new(py, memory(py, core, &region)?)?;

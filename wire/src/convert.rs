@@ -163,7 +163,9 @@ pub fn wire_identity(identity: &Identity) -> proto::Identity {
 pub fn geometry(spec: Option<proto::register_model_request::Spec>) -> Outcome<Geometry> {
     use proto::register_model_request::Spec;
     let fault = |error: &dyn std::fmt::Display| Fault::malformed(format!("spec: {error}"));
-    match spec.ok_or_else(|| Fault::malformed("spec: give a geometry, a spec as TOML, or the name of one"))? {
+    match spec.ok_or_else(|| {
+        Fault::malformed("spec: give a geometry, a spec as TOML, or the name of a shipped spec")
+    })? {
         Spec::Geometry(geometry) => explicit_geometry(&geometry),
         Spec::Toml(text) => Ok(ModelSpec::parse(&text).map_err(|error| fault(&error))?.geometry().clone()),
         Spec::Shipped(name) => {

@@ -182,8 +182,8 @@ impl fmt::Display for SpaceCause {
         match self {
             Self::Budget { limit } => write!(
                 f,
-                "the store's budget of {} is full, and pins, leases or puts under way hold what could be evicted: raise \
-                 --budget, or {END_PINS}",
+                "the store's budget of {} is full, and pins, leases or puts under way protect the blocks \
+                from eviction: raise --budget, or {END_PINS}",
                 exact_units(*limit)
             ),
             Self::Prefix { limit } => write!(
@@ -404,7 +404,9 @@ impl fmt::Display for DirectoryCause {
                     "{cause}: the file system is read-only: check the log of the kernel (dmesg), and mount \
                     the file system writable"
                 ),
-                IoErrorKind::Permission => write!(f, "{cause}: give this user the right to write there"),
+                IoErrorKind::Permission => {
+                    write!(f, "{cause}: give this user the right to write to the directory")
+                }
                 _ => cause.fmt(f),
             },
             Self::Unusable(what) => f.write_str(what),

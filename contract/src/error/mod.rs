@@ -217,7 +217,7 @@ impl fmt::Display for Reason {
             Self::Deleted => f.write_str("the block was deleted during this put: retry the put"),
             Self::LeaseEnded => f.write_str("the lease has ended: look the blocks up again"),
             Self::EventGap => f.write_str("events are missing: start a new snapshot"),
-            Self::Passing(what) => write!(f, "temporary failure, not of the disk ({what}): retry"),
+            Self::Passing(what) => write!(f, "temporary failure ({what}), not caused by the disk: retry"),
             Self::NoSpace(cause) => write!(f, "no room: {cause}"),
             Self::PinCap { limit, wanted } => write!(
                 f,

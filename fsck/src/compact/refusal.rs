@@ -48,8 +48,8 @@ impl fmt::Display for Refusal {
             Self::Damaged(what) => {
                 write!(
                     f,
-                    "the compaction stopped at damage ({what}): no block is lost by it; run `kvarts fsck \
-                    --repair`, then continue"
+                    "the compaction found damage ({what}) and stopped without the loss of a block: run \
+                    `kvarts fsck --repair`, then continue"
                 )
             }
             Self::NoRoom(directory, free, needed) => write!(

@@ -64,7 +64,7 @@ pub(super) fn look(disks: &[Arc<dyn Disk>]) -> Result<Vec<Leftover>, Refusal> {
 
 fn not_empty(disk: &dyn Disk, name: &str, what: &str) -> Refusal {
     let name: String = name.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    Refusal::Cannot(format!("{} is not empty ({name} is in it): {what}", disk.name()))
+    Refusal::Cannot(format!("{} is not empty, because it contains {name}: {what}", disk.name()))
 }
 
 impl Leftover {

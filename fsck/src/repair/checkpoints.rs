@@ -55,7 +55,7 @@ pub(super) fn fix(
             .filter_map(|finding| slot_of(finding.file.as_deref()?))
             .collect();
         for &slot in &damaged {
-            quarantine::set_aside(site, &path(shard.number, slot), "it is damaged", log);
+            quarantine::set_aside(site, &path(shard.number, slot), "the checkpoint is damaged", log);
         }
         let lost = known.segments.values().any(|state| {
             let is_there = shard.segments.binary_search(&state.segment).is_ok();

@@ -57,7 +57,7 @@ pub(super) fn odd_names(sites: &[Site], log: &mut Vec<Action>) {
                     (Some(FileName::Segment(_) | FileName::Checkpoint(_)), NodeKind::File, false) => {}
                     (Some(FileName::Shard(_) | FileName::Superblock), _, true)
                     | (Some(FileName::Segment(_) | FileName::Checkpoint(_)), _, false) => {
-                        odd.push((path, "it is not a regular file"));
+                        odd.push((path, "the path is not a regular file"));
                     }
                     _ => {}
                 }

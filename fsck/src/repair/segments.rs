@@ -189,7 +189,8 @@ impl Case<'_> {
             if verified.entwined > 0 {
                 let why = format!(
                     "{} damaged blocks of the record at {} share all of their pages with intact blocks and \
-                    cannot be removed alone: reads of them are misses until they are put again",
+                    cannot be removed alone: reads of the damaged blocks are misses until the blocks are put \
+                    again",
                     verified.entwined, met.offset
                 );
                 self.site.cannot(log, &path, &why);
@@ -285,7 +286,7 @@ impl Case<'_> {
             );
             return false;
         }
-        quarantine::set_aside(self.site, &self.path(), "it belongs to another store", log)
+        quarantine::set_aside(self.site, &self.path(), "the segment belongs to another store", log)
     }
 
     fn position(&self, generation: u64) -> Position {
@@ -309,7 +310,7 @@ impl Case<'_> {
             first_sequence: seal.entries.first().map_or(seal.first_sequence, |entry| entry.sequence),
         };
         match header.encode() {
-            Ok(image) => drop(self.write(log, "its header is rewritten".to_owned(), &[(0, image)])),
+            Ok(image) => drop(self.write(log, "the header is rewritten".to_owned(), &[(0, image)])),
             Err(error) => self.site.cannot(log, &self.path(), &error.to_string()),
         }
     }

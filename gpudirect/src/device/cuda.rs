@@ -461,7 +461,7 @@ impl Device for Cuda {
         if !self.0.context.answers_always(why) {
             return error;
         }
-        self.declare_lost(&format!("{call} failed, and so does every other call: {why}"));
+        self.declare_lost(&format!("{call} failed, and all further calls fail too: {why}"));
         self.alive().err().unwrap_or(error)
     }
 

@@ -229,7 +229,9 @@ fn alike(refused: &[serde_json::Value]) -> Vec<(u64, u64, &str)> {
 fn refusal(block: u32, outcome: &BlockOutcome) -> Option<serde_json::Value> {
     match outcome {
         BlockOutcome::Stored | BlockOutcome::AlreadyThere | BlockOutcome::HeldElsewhere => None,
-        BlockOutcome::InFlight => Some(json!({"block": block, "why": "another put of it is under way"})),
+        BlockOutcome::InFlight => {
+            Some(json!({"block": block, "why": "another put of the block is under way"}))
+        }
         BlockOutcome::Refused(reason) => Some(json!({"block": block, "why": reason.to_string()})),
     }
 }

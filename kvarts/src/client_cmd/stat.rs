@@ -126,13 +126,13 @@ fn show_ownerless(ownerless: &[proto::stats_reply::Ownerless], out: &mut dyn Wri
         match one.unsalted {
             true => writeln!(
                 out,
-                "  no owner  {blocks} blocks, {size}, stored while no tokens were required: assign them to a tenant by `unsalted = \
-                 true`, or `kvarts tenant purge --unsalted`"
+                "  no owner  {blocks} blocks, {size}, stored while no tokens were required: assign them to a \
+                tenant with `unsalted = true`, or delete them with `kvarts tenant purge --unsalted`"
             )?,
             false => writeln!(
                 out,
-                "  no owner  {blocks} blocks, {size}, of {} tenants that are not in the configuration: `kvarts tenant purge \
-                 NAME`",
+                "  no owner  {blocks} blocks, {size}, of {} tenants that are not in the configuration: \
+                configure the tenants again, or delete the blocks with `kvarts tenant purge NAME`",
                 one.tenants
             )?,
         }
@@ -141,12 +141,12 @@ fn show_ownerless(ownerless: &[proto::stats_reply::Ownerless], out: &mut dyn Wri
 }
 
 fn show_cold(cold: &proto::stats_reply::Cold, out: &mut dyn Write) -> Result<(), Failure> {
-    let paused = if cold.paused { "; requests to it fail and are paused" } else { "" };
+    let paused = if cold.paused { "; requests to the bucket fail and are paused" } else { "" };
     writeln!(out, "  cold tier {}{paused}", cold.bucket)?;
     if let Some(why) = &cold.read_only {
         writeln!(
             out,
-            "    READ-ONLY: {why}; no block is copied there, and deletes of its blocks are refused"
+            "    READ-ONLY: {why}; no block is copied into the bucket, and deletes of its blocks are refused"
         )?;
     }
     for (name, count) in &cold.counts {

@@ -235,7 +235,7 @@ impl Subject {
             (None, Some(bytes)) => (Geometry::opaque(bytes).map_err(Failure::user)?, None),
             (None, None) => {
                 return Err(Failure::user(
-                    "--model NAME or --page-bytes BYTES is required: it gives the size of a block",
+                    "--model NAME or --page-bytes BYTES is required: the option gives the size of a block",
                 ));
             }
         };

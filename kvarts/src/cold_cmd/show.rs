@@ -11,8 +11,7 @@ use serde::Serialize;
 use super::{BucketArgs, Trouble, age, tell, verdict};
 use crate::offline::{shown, write_json};
 
-const NO_MANIFEST: &str =
-    "has no manifest: its objects are unused, and kvarts cold gc collects these objects";
+const NO_MANIFEST: &str = "has no manifest: its objects are unused, and kvarts cold gc deletes these objects";
 
 /// The arguments of `cold ls`.
 #[derive(Args, Debug)]

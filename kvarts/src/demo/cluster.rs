@@ -309,8 +309,8 @@ fn show(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
         let rate = bytes((story.prefix_bytes as f64 / read.seconds.max(1e-9)) as u64);
         writeln!(
             out,
-            "{number}. It was read on B, {}: {:.0} ms ({rate}/s), the first layer after {:.0} ms, {} bytes differ.\n   \
-             {a} came from A, {b} from B's own disk, {c} from C.",
+            "{number}. The prefix was read on B, {}: {:.0} ms ({rate}/s), the first layer after {:.0} ms, {} \
+            bytes differ.\n   {a} were read from A, {b} from B's own disk, {c} from C.",
             read.what,
             read.seconds * 1e3,
             read.first_layer_seconds * 1e3,

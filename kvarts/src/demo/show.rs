@@ -82,8 +82,8 @@ pub(super) fn write(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
     let damage = &story.damage;
     writeln!(
         out,
-        "5. One bit was flipped on disk, in {} at {}. The next read gave the {} blocks before it and a miss for block {}\n   \
-         ({}); lookups now say {} blocks. No wrong byte was delivered.",
+        "5. One bit was flipped on disk, in {} at {}. The next read returned the {} blocks before the\n   \
+         damage and a miss for block {} ({}); look-ups now find {} blocks. No wrong byte was delivered.",
         damage.file,
         damage.offset,
         damage.usable_blocks,

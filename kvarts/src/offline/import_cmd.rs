@@ -308,8 +308,8 @@ fn put(
         match outcome {
             BlockOutcome::Stored => report.stored = report.stored.saturating_add(1),
             BlockOutcome::AlreadyThere => report.already_there = report.already_there.saturating_add(1),
-            BlockOutcome::HeldElsewhere => report.refuse(block.key, "another node has it"),
-            BlockOutcome::InFlight => report.refuse(block.key, "another put of it is under way"),
+            BlockOutcome::HeldElsewhere => report.refuse(block.key, "another node has the block"),
+            BlockOutcome::InFlight => report.refuse(block.key, "another put of the block is under way"),
             BlockOutcome::Refused(reason) => report.refuse(block.key, reason),
         }
     }

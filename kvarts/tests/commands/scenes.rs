@@ -203,8 +203,11 @@ const OFFLINE: &[Step] = &[
     lay(BLOCKS),
     lay(STORED),
     lay("mv kvarts-data DIR"),
-    step("kvarts init DIR", &["there is a store in DIR", "its id, which is the node's in a cluster: "]),
-    lay("kvarts init new --budget 256M | grep 'a store was made in new' && kvarts fsck new"),
+    step(
+        "kvarts init DIR",
+        &["a store exists in DIR", "the id of the store, which is also the id of the node in a cluster: "],
+    ),
+    lay("kvarts init new --budget 256M | grep 'a store was created in new' && kvarts fsck new"),
     step("kvarts config show", &["listen.lame_duck", "cold.bucket", "no cold tier"]),
     step("kvarts fsck DIR", &["clean"]),
     step("kvarts inspect DIR", &["4 blocks in "]),

@@ -53,7 +53,7 @@ fn periodic(config: &Config<'_>, own: (u32, &str)) -> Result<(Vec<&'static str>,
 /// last layer of their kind before them and keep nothing.
 pub(super) fn gemma4(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     if config.has("use_bidirectional_attention") && config.text("use_bidirectional_attention", "")? == "all" {
-        return Err(config.feature("use_bidirectional_attention", "an encoder keeps no cache"));
+        return Err(config.feature("use_bidirectional_attention", "encoders have no KV cache"));
     }
     let layers = config.layer_count()?;
     let Some(types) = config.layer_types(layers)? else {

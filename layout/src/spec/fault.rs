@@ -85,7 +85,8 @@ impl fmt::Display for FormError {
             FormFault::NoSource(name) => {
                 write!(
                     f,
-                    "a layer reads `{}` although no earlier layer stores it, or although it stores it itself",
+                    "a layer reads `{}`, but no earlier layer stores this state, or the layer stores it \
+                    itself",
                     printable(name)
                 )
             }

@@ -98,7 +98,7 @@ mod tests {
         let first = SPEC.replace("[\"source\", \"reader\"] }", "[\"reader\", \"source\"] }");
         assert_eq!(
             refusal(&first),
-            "reads.reader: a layer reads `kv` although no earlier layer stores it, or although it stores it itself"
+            "reads.reader: a layer reads `kv`, but no earlier layer stores this state, or the layer stores it itself"
         );
         let own = SPEC.replace("reader = [\"kv\"]", "reader = [\"window\"]");
         assert!(

@@ -266,7 +266,7 @@ impl Nodes for Holder {
         let asked = request.into_inner();
         // A node speaks for itself alone.
         if wire::node(&asked.node) != Ok(from) {
-            return Err(Status::permission_denied("a node may make such a call only for itself"));
+            return Err(Status::permission_denied("a node may send this call only in its own name"));
         }
         self.0.decide(&asked).map(Response::new)
     }

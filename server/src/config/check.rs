@@ -291,7 +291,7 @@ fn etcd_files(set: &Settings) -> Result<EtcdFiles, Complaint> {
         (Some(certificate), Some(key)) if authority.is_some() => Some((certificate, key)),
         (None, None) => None,
         _ => {
-            let what = "set it together with etcd_key and etcd_authority";
+            let what = "set this setting together with etcd_key and etcd_authority";
             return Err(Complaint::new("cluster.etcd_certificate", what));
         }
     };

@@ -102,7 +102,7 @@ fn known(config: &ClusterConfig, me: NodeId) -> Result<(Vec<Member>, Member), St
             let own = members.get(me).cloned().ok_or_else(|| {
                 format!(
                     "cluster.members: this node is not in {}: add to the file, on all nodes, [[node]] id = \
-                    \"{me}\" address = \"HOST:PORT\", and increase its epoch by one",
+                    \"{me}\" address = \"HOST:PORT\", and increase the epoch of the file by one",
                     path.display()
                 )
             })?;

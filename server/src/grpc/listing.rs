@@ -132,13 +132,16 @@ fn cursor_of(call: &Call, token: &[u8]) -> Outcome<Option<SnapshotCursor>> {
     }
     let (numbers, rest) = token.as_chunks::<8>();
     let (&[stream, number, place, record], []) = (numbers, rest) else {
-        return Err(Fault::malformed("page_token: the token is not one of this server"));
+        return Err(Fault::malformed(
+            "page_token: this server did not issue the token: begin the list again",
+        ));
     };
     let stream = u64::from_le_bytes(stream);
     let shown = |number| known(call, proto::Sequence { stream, number: u64::from_le_bytes(number) });
     let (sequence, place, record) = (shown(number), shown(place).number, shown(record).number);
-    let record = u32::try_from(record)
-        .map_err(|_| Fault::malformed("page_token: the token is not one of this server"))?;
+    let record = u32::try_from(record).map_err(|_| {
+        Fault::malformed("page_token: this server did not issue the token: begin the list again")
+    })?;
     let (shard, segment) = ((place >> 32) as u32, place as u32);
     Ok(Some(SnapshotCursor { sequence, shard, segment, record }))
 }

@@ -180,7 +180,7 @@ impl Directories {
     pub(crate) fn begin_return(&self, dir: DirId) -> Result<Returning<'_>, Reason> {
         let mut state = self.lock();
         if state.back.is_some() {
-            return Err(Reason::Busy("another directory of the store is coming back"));
+            return Err(Reason::Busy("another directory of the store is being taken back into use"));
         }
         if !state.out.contains_key(&dir) {
             return Err(Reason::Config(format!("directory {} of the store is in use", dir.0)));
@@ -341,7 +341,7 @@ impl Shared {
         let (deletes, back, returns) = (state.deletes, state.back, state.returns);
         drop(state);
         if back.is_some_and(|(_, holds)| holds) && !planted!("deletes-beside-a-return") {
-            return Err(Reason::Busy("a directory of the store is coming back"));
+            return Err(Reason::Busy("a directory of the store is being taken back into use"));
         }
         match deletes {
             Deletes::Acknowledged => Ok(returns),

@@ -352,7 +352,7 @@ impl Names {
         let busy = match (tables.condemned.contains(&id), tables.deleting.contains(&id)) {
             (false, _) => return None,
             (true, true) => "the namespace is being deleted",
-            (true, false) => "the last delete of the namespace did not finish (repeat it first)",
+            (true, false) => "the last delete of the namespace did not finish (repeat the delete first)",
         };
         Some(Reason::Busy(busy))
     }

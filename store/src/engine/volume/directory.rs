@@ -184,7 +184,7 @@ pub(crate) async fn look_again(way: &Way<'_>, shared: &Shared, dir: DirId) -> Re
     let expected = shared.directories.shards_of(dir);
     if !found.superblock.shards.iter().eq(expected.iter().map(|(shard, _)| shard)) {
         return Err(unusable(
-            "the shards in the directory are not the ones assigned to it: restart the server",
+            "the shards in the directory differ from the shards assigned to the directory: restart the server",
         ));
     }
     terms::write_next(way, dir, &found, found.superblock.membership).await

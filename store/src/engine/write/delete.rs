@@ -361,7 +361,7 @@ impl DeleteJob {
         // told it, what is deleted could come back with it.
         let lost = match self.shared.may_delete() {
             Ok(now) if now == self.began || kvarts_layout::planted!("delete-spans-a-return") => None,
-            Ok(_) => Some(Reason::Busy("a directory of the store came back meanwhile")),
+            Ok(_) => Some(Reason::Busy("a directory of the store was taken back into use during the delete")),
             Err(reason) => Some(reason),
         };
         let (refused, were) = (state.refused.clone().or(lost), std::mem::take(&mut state.were));

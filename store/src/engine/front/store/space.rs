@@ -335,8 +335,8 @@ impl Store {
         if !may_refuse {
             let what = more_than_there_is(budget, free, allocated);
             self.0.shared.set_short_of_disk(Some(format!(
-                "{what}; stored blocks can be read, but each new block needs the eviction of another one: \
-                free {} of the disk",
+                "{what}; stored blocks can be read, but each new block needs the eviction of another block: \
+                free {} on the disk",
                 mib(budget.saturating_sub(most))
             )));
             return Ok(());
@@ -373,7 +373,7 @@ pub fn refuse_beyond_disk(budget: u64, free: u64, allocated: u64, least: u64) ->
         false => {
             let (least, missing) = (mib(least), mib(least.saturating_sub(most)));
             format!(
-                "{what}; a store with segments of this size needs at least {least}: free {missing} of \
+                "{what}; a store with segments of this size needs at least {least}: free {missing} on \
                 the disk"
             )
         }

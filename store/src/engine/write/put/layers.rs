@@ -139,7 +139,9 @@ fn try_begin(shared: &Arc<Shared>, mut request: PutRequest) -> Result<(u32, Laye
     if page_align(bytes).unwrap_or(bytes).saturating_add(3 * PAGE_BYTES)
         < shared.segment_bytes / SEGMENT_PARTS
     {
-        return Err(Reason::Shape(ShapeCause::Rule("the put is too small for its own segment")));
+        return Err(Reason::Shape(ShapeCause::Rule(
+            "the put is too small for a put by layers: put more blocks at once, or use an ordinary put",
+        )));
     }
     let (reply, answer) = ticket();
     let (job, reservations) = reserve(shared, (request, None), class, reply);
