@@ -57,86 +57,98 @@ pub(super) fn of(bench: &str) -> &'static [Bar] {
 }
 
 const LAYERS: [Bar; 2] = [
-    least("ratio", 0.9, "speed of layer reads with digests, by that of a bare loop without")
+    least("ratio", 0.9, "speed of layer reads with digests, relative to a bare loop without digests")
         .beside("control"),
     most(
         "cpu_over_checking",
         1.25,
-        "processor time of layer reads by that of a bare loop that checks the same digests",
+        "processor time of layer reads, relative to a bare loop that checks the same digests",
     )
     .beside("cpu_control"),
 ];
-const PUT: [Bar; 1] =
-    [least("ratio", 0.84, "speed of durable puts by that of bare writes and flushes")
-        .beside("control_group")];
+const PUT: [Bar; 1] = [least("ratio", 0.84, "speed of durable puts, relative to bare writes and flushes")
+    .beside("control_group")];
 const MATCH: [Bar; 1] =
-    [most("ratio", 0.7, "time of a look-up by that of a plain hash map").beside("control")];
+    [most("ratio", 0.7, "time of a look-up, relative to a plain hash map").beside("control")];
 const OPEN: [Bar; 1] =
-    [most("ratio", 4.0, "time of a start after a crash by that of a bare read of the same bytes")
+    [most("ratio", 4.0, "time of a start after a crash, relative to a bare read of the same bytes")
         .beside("control")];
 const MIXED: [Bar; 1] =
-    [most("p99_ratio", 2.6, "99th percentile of layer reads under load by that of the same reads alone")
+    [most("p99_ratio", 2.6, "99th percentile of layer reads under load, relative to the same reads alone")
         .beside("p99_control")];
 const SERVE: [Bar; 2] = [
-    least("grpc_hot_ratio", 0.93, "speed of gRPC reads from memory by that of a bare server")
+    least("grpc_hot_ratio", 0.93, "speed of gRPC reads from memory, relative to a bare server")
         .beside("control"),
-    least("local_ratio", 1.0, "speed of local reads by that of the embedded engine").beside("local_control"),
+    least("local_ratio", 1.0, "speed of local reads, relative to the embedded engine")
+        .beside("local_control"),
 ];
 const SCALE: [Bar; 1] =
-    [most("evict_cost_ratio", 1.1, "cost of eviction with a full index by that with a small one")];
+    [most("evict_cost_ratio", 1.1, "cost of eviction with a full index, relative to a small index")];
 const GPU: [Bar; 1] =
-    [least("pipeline_ratio", 0.97, "speed of the layer pipeline by its bound").beside("control_")];
+    [least("pipeline_ratio", 0.97, "speed of the layer pipeline, relative to its bound").beside("control_")];
 const ENCODED: [Bar; 1] =
-    [least("speed_ratio", 0.4, "speed of reads of encoded records by that of raw ones").beside("control")];
-const CHURN: [Bar; 1] = [most("most_on_disk_by_budget", 1.0, "most bytes on disk by the budget")];
+    [least("speed_ratio", 0.4, "speed of reads of encoded records, relative to raw records")
+        .beside("control")];
+const CHURN: [Bar; 1] =
+    [most("most_on_disk_by_budget", 1.0, "largest number of bytes on disk, relative to the budget")];
 
 const COLD: [Bar; 9] = [
     least(
         "restore_ratio",
         0.85,
-        "speed of a read by layers until everything has come and is stored, manifest, indexes, digests and content ids included, by that of bare ranged requests for the same bytes",
+        "speed of a read by layers from the bucket until all blocks are stored (with manifest, indexes, \
+        digests and content ids), relative to bare ranged requests for the same bytes",
     )
     .beside("control"),
-    told("read_ratio", "the same until the reader has everything"),
-    told("fetch_ratio", "the same without a reader and without the store: verified and dropped"),
+    told("read_ratio", "the same, until the reader has all blocks"),
+    told("fetch_ratio", "the same without a reader and a store: the blocks are verified and dropped"),
     told(
         "put_ratio",
-        "speed of puts of the same bytes from memory by that of the bare requests: no restore is stored faster",
+        "speed of puts of the same bytes from memory, relative to the bare requests: an upper \
+        bound for restores",
     ),
-    most("over_read", 1.125, "bytes that were fetched of packs by bytes that were asked for"),
-    told("restore_cpu_ratio", "processor time of a restore by that of the bare requests"),
+    most("over_read", 1.125, "bytes read from packs, relative to the requested bytes"),
+    told("restore_cpu_ratio", "processor time of a restore, relative to the bare requests"),
     most(
         "spill_p99_ratio",
         1.2,
-        "99th percentile of own reads beside a spill at the whole rate that it may have (--spill-mib) by the same without",
+        "99th percentile of reads of the node's own store during a spill at its full rate (--spill-mib), \
+        relative to reads without a spill",
     )
     .beside("spill_p99_control"),
-    told("restoring_p99_ratio", "the same beside restores"),
+    told("restoring_p99_ratio", "the same during restores"),
     most(
         "trouble_p99_ratio",
         1.1,
-        "99th percentile of own reads, beside spills and restores that are wanted, with a bucket that fails, in the worst of five ways, by the same with one that works",
+        "99th percentile of reads of the node's own store during spills and restores with a failing bucket \
+        (the worst of five failures), relative to a working bucket",
     )
     .beside("working_p99_control"),
 ];
 
 const DUAL: [Bar; 17] = [
-    least("equal_ratio", 1.85, "two peers against the better one").beside("equal_control"),
-    most("equal_first_layer_ratio", 1.15, "their first layer against the better one's"),
-    least("three_to_one_sum_ratio", 0.90, "peers of three to one against the sum of both"),
-    most("three_to_one_first_layer_ratio", 1.15, "their first layer against the better one's"),
-    least("dual_ratio", 1.85, "own disk and a peer against the better one"),
-    most("dual_first_layer_ratio", 1.15, "their first layer against the better one's"),
+    least("equal_ratio", 1.85, "speed of two equal peers, relative to the faster one")
+        .beside("equal_control"),
+    most("equal_first_layer_ratio", 1.15, "time of the first layer, relative to the faster one alone"),
+    least("three_to_one_sum_ratio", 0.90, "speed of two peers of three to one, relative to the sum of both"),
+    most("three_to_one_first_layer_ratio", 1.15, "time of the first layer, relative to the faster one alone"),
+    least("dual_ratio", 1.85, "speed of the own disk and a peer, relative to the faster one"),
+    most("dual_first_layer_ratio", 1.15, "time of the first layer, relative to the faster one alone"),
     most(
         "collapse_ratio",
         1.25,
-        "a path that collapses to a tenth in the middle, against the other one alone",
+        "time of a read over two paths, one of which becomes ten times slower, relative to the other path \
+        alone",
     ),
-    most("own_p99_ratio", 1.33, "99th percentile of own reads while a peer is served"),
+    most(
+        "own_p99_ratio",
+        1.33,
+        "99th percentile of reads of the node's own store while a peer is served, relative to reads alone",
+    ),
     most("failover_longest_pause_s", 1.0, "seconds without a layer after a kill -9"),
-    most("failover_errors", 0.0, "blocks that did not come because of it"),
-    least("peer_ratio", 0.85, "the unlimited lane against a bare pump"),
-    most("peer_cpu_ratio", 1.30, "its processor time, digests apart, against the pump's"),
+    most("failover_errors", 0.0, "blocks that were not read because of the kill"),
+    least("peer_ratio", 0.85, "speed of the unlimited lane, relative to a bare copy over a socket"),
+    most("peer_cpu_ratio", 1.30, "processor time of the lane without digests, relative to the bare copy"),
     least("peer_large_ratio", 0.85, "the same in pieces of 4 MiB"),
     most("peer_large_cpu_ratio", 1.30, "the same in pieces of 4 MiB"),
     most("lookup_round_trips", 3.0, "a look-up of 4,096 keys over 8 nodes, in round trips of bare sockets"),
