@@ -50,7 +50,9 @@ impl fmt::Display for Fault {
                     server: {why}"
                 )
             }
-            Self::Denied(why) => write!(f, "the bucket refused the credentials: {why}"),
+            Self::Denied(why) => {
+                write!(f, "the bucket refused the credentials ({why}): check the credentials and the clock")
+            }
             Self::Forbidden(why) => write!(
                 f,
                 "the bucket refused access to this object: {why}; the rights to get, put and delete objects \

@@ -95,10 +95,14 @@ fn warn_of_problems(contents: &Contents, out: &mut dyn Write) -> Result<(), Fail
         writeln!(out, "The store is incomplete: {what} (--dir).")?;
     }
     if contents.may_have_forgotten_deletes() {
-        writeln!(out, "A checkpoint cannot be read: deleted blocks may be shown.")?;
+        writeln!(out, "A checkpoint cannot be read: deleted blocks may be shown. Run kvarts fsck.")?;
     }
     if contents.undefined > 0 {
-        writeln!(out, "{} records have a namespace without a definition.", contents.undefined)?;
+        writeln!(
+            out,
+            "{} records have a namespace without a definition. Run kvarts fsck.",
+            contents.undefined
+        )?;
     }
     Ok(())
 }

@@ -178,29 +178,35 @@ pub(crate) fn told(error: &Error) -> &'static str {
     match error {
         Error::InvalidCertificate(wrong) => match wrong {
             CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
-                "the certificate of the other node has expired"
+                "the certificate of the other node has expired: renew the certificate"
             }
             CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
                 "the certificate of the other node is not valid yet: compare the clocks"
             }
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
-                "the certificate of the other node is for another name"
+                "the certificate of the other node is for another name: check cluster.certificate of that \
+                node"
             }
             // One authority may have the name of another one, and not its key.
             CertificateError::UnknownIssuer | CertificateError::BadSignature => {
-                "the certificate of the other node is from another authority"
+                "the certificate of the other node is from another authority: use one cluster.authority on \
+                all nodes"
             }
             CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
                 "the certificate of the other node is not valid for both sides of a connection"
             }
             _ => "the certificate of the other node is not valid",
         },
-        Error::NoCertificatesPresented => "the other node sent no certificate",
+        Error::NoCertificatesPresented => {
+            "the other node sent no certificate: set cluster.certificate on that node"
+        }
         Error::AlertReceived(_) => {
             "the other node refused this node's certificate, or does not support TLS \
             1.3"
         }
-        Error::InvalidMessage(_) | Error::InappropriateMessage { .. } => "the other node does not use TLS",
+        Error::InvalidMessage(_) | Error::InappropriateMessage { .. } => {
+            "the other node does not use TLS: set cluster.certificate on that node"
+        }
         _ => "TLS between the nodes failed",
     }
 }

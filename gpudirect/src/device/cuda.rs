@@ -152,7 +152,7 @@ pub fn shown() -> Result<(), String> {
     match FILES.iter().any(is_there) {
         true => Ok(()),
         false => Err(format!(
-            "the driver of CUDA devices is not loaded: {} does not exist",
+            "the driver of CUDA devices is not loaded, because {} does not exist: install or load the driver",
             FILES.join(" and no ")
         )),
     }

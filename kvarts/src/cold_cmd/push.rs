@@ -276,7 +276,7 @@ fn write_text(report: &Report, seen: Seen, out: &mut dyn Write) -> Result<(), Fa
         )?;
     }
     if seen.has_lost_checkpoint {
-        writeln!(out, "A checkpoint cannot be read: deleted blocks may be in the bucket.")?;
+        writeln!(out, "A checkpoint cannot be read: deleted blocks may be in the bucket. Run kvarts fsck.")?;
     }
     if seen.is_in_use {
         writeln!(

@@ -149,7 +149,7 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     if report.missing > 0 {
         writeln!(
             out,
-            "{} blocks have expired or were deleted from the bucket meanwhile.",
+            "{} blocks expired or were deleted from the bucket during the restore.",
             grouped(report.missing)
         )?;
     }

@@ -244,7 +244,7 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
         )?;
     }
     if report.deletes_may_be_missing {
-        writeln!(out, "A checkpoint cannot be read: deleted blocks may be in the file.")?;
+        writeln!(out, "A checkpoint cannot be read: deleted blocks may be in the file. Run kvarts fsck.")?;
     }
     Ok(())
 }

@@ -141,14 +141,18 @@ impl Member {
         talk.send(&frame(Kind::Hello, 0, &hello))?;
         let welcome: proto::LaneWelcome = message(talk.next(Kind::Welcome)?)?;
         if welcome.version != VERSION {
-            return Err(Broken::Refused("the other node has another protocol version"));
+            return Err(Broken::Refused(
+                "the other node has another protocol version: use one version of kvarts on all nodes",
+            ));
         }
         if welcome.node[..] != peer.as_bytes()[..] || welcome.nonce.len() != 32 {
             return Err(Broken::Refused("another node listens at this address"));
         }
         let secret = self.secret.as_ref();
         if !is_due(proof(secret, Side::Called, &hello, &welcome), &welcome.proof) {
-            return Err(Broken::Refused("the other node has another cluster secret"));
+            return Err(Broken::Refused(
+                "the other node has another cluster secret: give all nodes the same cluster.secret",
+            ));
         }
         let proof = wire_proof(proof(secret, Side::Caller, &hello, &welcome));
         talk.send(&frame(Kind::Proof, 0, &proto::LaneProof { proof }))?;
@@ -162,7 +166,9 @@ impl Member {
         talk.expect_magic()?;
         let hello: proto::LaneHello = message(talk.next(Kind::Hello)?)?;
         if hello.version != VERSION {
-            return Err(Broken::Refused("the other node has another protocol version"));
+            return Err(Broken::Refused(
+                "the other node has another protocol version: use one version of kvarts on all nodes",
+            ));
         }
         if hello.cluster.len() > CLUSTER_BYTES_MAX || hello.cluster != self.cluster {
             return Err(Broken::Refused("the other node belongs to another cluster"));
@@ -171,7 +177,9 @@ impl Member {
             return Err(Broken::Refused("the connection was made to another node"));
         }
         if hello.secret != self.secret.is_some() {
-            return Err(Broken::Refused("only one of the two nodes has a secret"));
+            return Err(Broken::Refused(
+                "only one of the two nodes has a secret: give all nodes the same cluster.secret",
+            ));
         }
         let caller = <[u8; 16]>::try_from(&hello.node[..])
             .map_err(|_| Broken::Protocol("the id of the node is not valid"))?;
@@ -192,7 +200,9 @@ impl Member {
         talk.send(&frame(Kind::Welcome, 0, &welcome))?;
         let given: proto::LaneProof = message(talk.next(Kind::Proof)?)?;
         if !is_due(proof(secret, Side::Caller, &hello, &welcome), &given.proof) {
-            return Err(Broken::Refused("the other node has another cluster secret"));
+            return Err(Broken::Refused(
+                "the other node has another cluster secret: give all nodes the same cluster.secret",
+            ));
         }
         talk.send(&bare(Kind::Ready, 0))?;
         Ok(StoreId(caller))

@@ -549,8 +549,8 @@ async fn register(node: Arc<ClusterNode>, memory: Arc<Region>) {
     // ends: an executor answers from memory, or the store is closed
     let registered = node.store.register_memory(&memory).await;
     if let Err(why) = &registered {
-        tracing::info!(%why, "the memory for reads of other nodes could not be registered with the kernel, so these reads are \
-            slower");
+        tracing::info!(%why, "the memory for reads of other nodes could not be registered with the kernel, \
+            so reads of other nodes are slower");
     }
     // It is set only here.
     let _ = node.lane_registered.set(registered.is_ok());

@@ -278,7 +278,12 @@ impl Renewed {
         match (&pem, node.credentials()) {
             (Some(pem), Some(credentials)) => credentials.check_replacement(pem).map_err(told_of)?,
             (None, None) => {}
-            _ => return Err("certificates of nodes can be switched on or off only at a start".to_owned()),
+            _ => {
+                return Err(
+                    "certificates of nodes can be switched on or off only at a start: restart the server"
+                        .to_owned(),
+                );
+            }
         }
         let members = match &config.members {
             MembersFrom::File(path) => Some((members(path)?, path)),

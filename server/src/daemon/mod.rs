@@ -173,7 +173,7 @@ impl Daemon {
     pub async fn reload(&self, config: &Config) -> Result<Vec<String>, String> {
         let tls = config.tls.as_ref().map(read_tls).transpose()?;
         if tls.is_some() != self.renew.is_some() {
-            return Err("TLS can be switched on or off only at a start".to_owned());
+            return Err("TLS can be switched on or off only at a start: restart the server".to_owned());
         }
         self.state.gate.check(&config.gate)?;
         let cluster = match (&config.cluster, &self.state.decided.cluster) {

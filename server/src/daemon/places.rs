@@ -31,7 +31,8 @@ pub(super) async fn keep(places: Places) {
             } else {
                 tracing::error!(
                     directory,
-                    "a directory of the store was removed, renamed or mounted over: its blocks are misses until the directory is back"
+                    "a directory of the store was removed, renamed or mounted over: its blocks are misses \
+                    until the directory is at its path again"
                 );
             }
         }

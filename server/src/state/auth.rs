@@ -305,7 +305,9 @@ impl Gatekeeper {
         match (&*gate, to) {
             (Gate::Open(_), Gate::Open(_)) => return Ok(()),
             (Gate::Tokens(_), Gate::Tokens(_)) => {}
-            _ => return Err("tokens can be switched on or off only at a start".to_owned()),
+            _ => {
+                return Err("tokens can be switched on or off only at a start: restart the server".to_owned());
+            }
         }
         let old = gate.tenants();
         for Tenant { name, salt, .. } in to.tenants().into_iter().map(|tenant| &**tenant) {
