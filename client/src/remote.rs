@@ -312,7 +312,8 @@ impl Remote {
             return Err(Reason::remote("a registration was damaged in transit"));
         }
         let namespace = <[u8; 32]>::try_from(&reply.namespace[..]);
-        let namespace = namespace.map(NamespaceId).map_err(|_| Reason::Bug("an invalid namespace"))?;
+        let namespace =
+            namespace.map(NamespaceId).map_err(|_| Reason::Bug("the server sent an invalid namespace"))?;
         let (identity, geometry, shapes) = (identity.clone(), geometry.clone(), Mutex::default());
         let known = Arc::new(Known { identity, geometry, shapes });
         self.known.write().unwrap_or_else(PoisonError::into_inner).insert(namespace, known);

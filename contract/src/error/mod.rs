@@ -230,8 +230,8 @@ impl fmt::Display for Reason {
                  can be evicted now: raise `disk` of the tenant, delete blocks, or end pins (`kvarts pin --list` shows them)"
             ),
             Self::NotAdmitted => f.write_str(
-                "not admitted: the daily budget of writes is used up, and the block was not put before: put \
-                the block again, or raise --endurance",
+                "not admitted: the daily budget of writes is used up, and the block has not been put often \
+                enough: put the block again later, or raise --endurance",
             ),
             Self::Denied(what) => write!(f, "refused: {what}"),
             Self::UnknownNamespace(id) => {

@@ -215,7 +215,7 @@ impl Router {
 
     /// The superblock of a directory that is out, if it can come back.
     pub(crate) async fn look_again(&self, shared: &Arc<Shared>, dir: DirId) -> Result<Chosen, Reason> {
-        let first = self.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
+        let first = self.executors.first().ok_or(Reason::Bug("the store has no executor"))?;
         let (reply, answer) = ticket();
         let message = Message::LookAgain { shared: Arc::clone(shared), dir, reply };
         first.try_send(message).map_err(|_| Reason::Busy(CLOSING))?;

@@ -505,8 +505,8 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
             return Err(Reason::Busy("a put added a new group or coordinate during the call"));
         }
         if !has_room(&log.volume, &job.namespace, keys.len()) {
-            let why = "too many deletes of the tenant are remembered until segments are recycled: \
-                       delete the namespace, or";
+            let why = "the limit of remembered deletes of the tenant is reached until segments are recycled \
+                (or delete the whole namespace)";
             return Err(Reason::Busy(why));
         }
     }
