@@ -27,9 +27,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let store = home.store();
 
     // What a block of this model looks like, and what makes one usable.
-    let spec = shipped::load("llama-3.1-8b").ok_or("no such model")?;
+    let spec = shipped::load("llama-3.1-8b").ok_or("the model is not shipped with kvarts")?;
     let geometry = spec.geometry();
-    let group = geometry.groups().first().ok_or("a model without state")?.group;
+    let group = geometry.groups().first().ok_or("the model has no state")?.group;
     let coordinate = geometry.coordinate(group, 1, 0)?;
     let shape = geometry.shape(group, coordinate, BLOCK_TOKENS)?;
     // Everything that the bytes of a block depend on: two engines share blocks if all of it is equal.

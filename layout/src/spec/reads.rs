@@ -102,7 +102,7 @@ mod tests {
         );
         let own = SPEC.replace("reader = [\"kv\"]", "reader = [\"window\"]");
         assert!(
-            refusal(&own).starts_with("reads.reader: a layer reads `window` although no earlier layer"),
+            refusal(&own).starts_with("reads.reader: a layer reads `window`, but no earlier layer"),
             "{}",
             refusal(&own)
         );
