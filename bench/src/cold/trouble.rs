@@ -90,9 +90,7 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
         stage.runtime.block_on(cold.stop());
         let measured = measured?;
         if trouble.is_some() && objects.troubled() == before {
-            return Err(Failure::User(format!(
-                "the bucket received no request during the injected failure {name}"
-            )));
+            return Err(Failure::User(format!("no request reached the bucket during the failure {name}")));
         }
         match trouble {
             Some(_) => {

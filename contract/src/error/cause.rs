@@ -398,17 +398,7 @@ pub enum DirectoryCause {
 impl fmt::Display for DirectoryCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Io(cause) => match cause.kind {
-                IoErrorKind::ReadOnlyFs => write!(
-                    f,
-                    "{cause}: the file system is read-only: check the log of the kernel (dmesg), and mount \
-                    the file system writable"
-                ),
-                IoErrorKind::Permission => {
-                    write!(f, "{cause}: give this user the right to write to the directory")
-                }
-                _ => cause.fmt(f),
-            },
+            Self::Io(cause) => of_io(cause, f),
             Self::Unusable(what) => f.write_str(what),
             Self::NotEmpty(at, name) => write!(
                 f,
@@ -435,16 +425,7 @@ impl fmt::Display for DirectoryCause {
                  folder",
                 shard_name(*shard)
             ),
-            Self::Superblock(at, unsound) => match &**unsound {
-                PairUnsound::Conflict => write!(
-                    f,
-                    "directory {at}: the two superblock slots contradict each other: run kvarts fsck"
-                ),
-                PairUnsound::Both(first, second) => write!(
-                    f,
-                    "directory {at}: neither superblock slot is valid ({first}; {second}): run kvarts fsck"
-                ),
-            },
+            Self::Superblock(at, unsound) => of_slots(*at, unsound, f),
             Self::Extra(at) => {
                 write!(
                     f,
@@ -485,6 +466,30 @@ impl fmt::Display for DirectoryCause {
                     the store"
                 )
             }
+        }
+    }
+}
+
+/// An error of the file system, with what to do where that is known.
+fn of_io(cause: &IoError, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    match cause.kind {
+        IoErrorKind::ReadOnlyFs => write!(
+            f,
+            "{cause}: the file system is read-only: check the log of the kernel (dmesg), and mount the file system writable"
+        ),
+        IoErrorKind::Permission => write!(f, "{cause}: give this user the right to write to the directory"),
+        _ => cause.fmt(f),
+    }
+}
+
+/// Two superblock slots of which none can be used.
+fn of_slots(at: u16, unsound: &PairUnsound, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    match unsound {
+        PairUnsound::Conflict => {
+            write!(f, "directory {at}: the two superblock slots contradict each other: run kvarts fsck")
+        }
+        PairUnsound::Both(first, second) => {
+            write!(f, "directory {at}: neither superblock slot is valid ({first}; {second}): run kvarts fsck")
         }
     }
 }

@@ -246,10 +246,7 @@ impl fmt::Display for Reason {
             Self::TooMany(what) => too_many(what, f),
             Self::Duplicate(key) => write!(f, "the request has block {key} twice"),
             Self::OutOfOrder(key) => {
-                write!(
-                    f,
-                    "the position of block {key} in the request differs from its position in the stored chain"
-                )
+                write!(f, "block {key} has another position in the stored chain than in the request")
             }
             Self::Length { expected, found } => {
                 write!(f, "the memory has {found} bytes, but the blocks need {expected} bytes")
@@ -269,24 +266,20 @@ impl fmt::Display for Reason {
             }
             Self::Media(what) => write!(f, "the bytes could not be read: {what}"),
             Self::NotDeleted(what) => write!(f, "not deleted: {what}"),
-            Self::Latched(what) => {
-                write!(
-                    f,
-                    "the store is read-only after a fault ({what}): remove the cause, then run `kvarts resume` or restart"
-                )
-            }
+            Self::Latched(what) => write!(
+                f,
+                "the store is read-only after a fault ({what}): remove the cause, then run `kvarts resume` or restart"
+            ),
             Self::Directory(what) => what.fmt(f),
             Self::Config(what) => f.write_str(what),
             Self::Locked(what) => write!(f, "{what}: stop that process, or use another directory"),
             Self::Newer { found } => {
                 write!(f, "the store has format version {found}, newer than this program: use a newer kvarts")
             }
-            Self::Older { found } => {
-                write!(
-                    f,
-                    "the store has format version {found}, from before the format was frozen: create a new store"
-                )
-            }
+            Self::Older { found } => write!(
+                f,
+                "the store has format version {found}, from before the format was frozen: create a new store"
+            ),
             Self::Bug(what) => write!(f, "a defect in kvarts, please report it: {what}"),
         }
     }

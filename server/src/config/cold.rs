@@ -67,11 +67,7 @@ pub(super) fn cold(
         read: sized("cold.read", &read)?,
         refresh: seconds("cold.refresh", &refresh, 1, 3600)?,
         memory: sized("cold.memory", &memory)?,
-        spill: match spill.as_str() {
-            "on" => true,
-            "off" => false,
-            _ => return Err(Complaint::new("cold.spill", "the value must be on or off")),
-        },
+        spill: is_on("cold.spill", &spill)?,
         uses: number("cold.uses", &uses)?,
         age: seconds("cold.age", &age, 0, 30 * 86_400)?,
         token_bytes: set.cold_token_bytes.as_ref().map(|text| sized("cold.token_bytes", text)).transpose()?,
@@ -91,6 +87,14 @@ pub(super) fn cold(
         ));
     }
     Ok(Some(config))
+}
+
+fn is_on(name: &str, text: &str) -> Result<bool, Complaint> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(Complaint::new(name, "the value must be on or off")),
+    }
 }
 
 fn offers(text: &str) -> Result<Offer, Complaint> {
