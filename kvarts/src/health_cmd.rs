@@ -30,14 +30,23 @@ pub(crate) fn run(arguments: &HealthArgs, out: &mut dyn Write) -> Result<(), Fai
     let path = if arguments.alive { "/alive" } else { "/health" };
     let answer = ask(arguments.metrics, path).map_err(Failure::User)?;
     let body = answer.body.trim_end();
+    let mut lines = body.lines();
     let fault = match (answer.is("200"), answer.is("503")) {
-        (true, _) if body == "ok" => None,
+        (true, _) if lines.next() == Some("ok") => None,
         (_, true) => Some(body),
         _ => return Err(Failure::User(strange(arguments.metrics, path, &answer))),
     };
+    // Drives that are out: their blocks are misses, and the server serves all others.
+    let without: Vec<&str> = if fault.is_none() { lines.collect() } else { Vec::new() };
     match arguments.json {
-        true => writeln!(out, "{}", json!({ "well": fault.is_none(), "reason": fault }))?,
-        false => writeln!(out, "{}", fault.unwrap_or("well"))?,
+        true => {
+            let all = json!({ "well": fault.is_none(), "reason": fault, "directories_out": without });
+            writeln!(out, "{all}")?;
+        }
+        false => {
+            writeln!(out, "{}", fault.unwrap_or("well"))?;
+            without.iter().try_for_each(|line| writeln!(out, "  {line}"))?;
+        }
     }
     match fault {
         None => Ok(()),

@@ -105,6 +105,10 @@ fn a_server_goes_on_without_a_dead_disk_and_an_empty_one_takes_its_place() {
     let (code, said, error) = disks.0.kvarts(&["stat", "--server", "kvarts.sock"]);
     let line = "mnt/nvme1/kvarts is out: the directory mnt/nvme1/kvarts does not exist: mount its disk";
     assert!(code == 0 && said.contains(line), "{said}{error}");
+    let (code, said, error) = disks.0.kvarts(&["health", "--metrics", disks.0.metrics_address()]);
+    assert!(code == 0 && said.starts_with("well\n") && said.contains(line), "{said}{error}");
+    let (code, said, error) = disks.0.kvarts(&["health", "--json", "--metrics", disks.0.metrics_address()]);
+    assert!(code == 0 && said.contains("\"directories_out\":[\"directory "), "{said}{error}");
     disks.0.store_pages_with("more", &["--server", "kvarts.sock"]);
     let (code, _, error) =
         disks.0.client(&["delete", "--yes"], &["--tokens", "run", "--server", "kvarts.sock"]);

@@ -478,7 +478,7 @@ fn of_io(cause: &IoError, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             "{cause}: the file system is read-only: check the log of the kernel (dmesg), and mount the file system writable"
         ),
         IoErrorKind::Permission => write!(f, "{cause}: give this user the right to write to the directory"),
-        _ => cause.fmt(f),
+        _ => fmt::Display::fmt(cause, f),
     }
 }
 

@@ -14,6 +14,7 @@ pub(super) struct Figures {
     pub(super) read_only: String,
     pub(super) dead_executors: u64,
     pub(super) failing_shards: u64,
+    pub(super) directories_out: u64,
     pub(super) hits: Hits,
     pub(super) paths: Vec<PathFigures>,
     pub(super) disk: Disk,
@@ -139,6 +140,7 @@ pub(super) fn figures(before: Option<&Sample>, now: &Sample) -> Figures {
         read_only: read_only.map_or(String::new(), |series| series.label("reason").to_owned()),
         dead_executors: now.total("kvarts_dead_executors") as u64,
         failing_shards: now.total("kvarts_failing_shards") as u64,
+        directories_out: now.total("kvarts_directory_out") as u64,
         hits: change.hits(),
         paths: change.paths(),
         disk: Disk {

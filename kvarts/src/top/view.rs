@@ -27,6 +27,9 @@ pub(super) fn lines(figures: &Figures, rows: usize, columns: usize) -> Vec<Strin
 fn head(figures: &Figures) -> Vec<String> {
     let Figures { disk, requests, hits, .. } = figures;
     let state = match (figures.read_only.as_str(), figures.dead_executors, figures.failing_shards) {
+        ("", 0, 0) if figures.directories_out > 0 => {
+            format!("{} DIRECTORIES OUT: their blocks are misses", figures.directories_out)
+        }
         ("", 0, 0) => "well".to_owned(),
         ("", 0, shards) => format!("{shards} SHARDS REFUSE PUTS: their device fails writes"),
         (why, ..) => format!("READ-ONLY: {why}"),
@@ -205,5 +208,7 @@ mod tests {
         let lines = lines(&figures, 24, 80);
         assert!(lines[0].contains("READ-ONLY: the disk is gone"), "{lines:?}");
         assert!(lines[1].contains("none looked up"), "{lines:?}");
+        let figures = Figures { directories_out: 2, ..Default::default() };
+        assert!(super::lines(&figures, 24, 80)[0].contains("2 DIRECTORIES OUT"), "{figures:?}");
     }
 }

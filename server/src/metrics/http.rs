@@ -83,9 +83,13 @@ fn is_probe(path: &[u8]) -> bool {
     matches!(path, b"/health" | b"/alive")
 }
 
-fn probed(fault: Option<String>) -> Answer {
+/// A server that serves says so in its first line; what it does without, in a line each, stands below.
+fn probed(fault: Option<String>, without: &[String]) -> Answer {
     match fault {
-        None => Answer::plain("200 OK", "ok\n".to_owned()),
+        None => {
+            let lines = ["ok"].into_iter().chain(without.iter().map(String::as_str));
+            Answer::plain("200 OK", lines.flat_map(|line| [line, "\n"]).collect())
+        }
         Some(why) => Answer::plain("503 Service Unavailable", format!("{why}\n")),
     }
 }
@@ -119,8 +123,8 @@ async fn answer(
             kind: "text/plain; version=0.0.4; charset=utf-8",
             ..Answer::plain("200 OK", text::render(state).await)
         },
-        b"/health" => probed(state.fault()),
-        b"/alive" => probed(state.engine.health().cured_by_a_restart()),
+        b"/health" => probed(state.fault(), &state.lost_directories()),
+        b"/alive" => probed(state.engine.health().cured_by_a_restart(), &[]),
         b"/history" => Answer::json(&state.metrics.history.told()),
         b"/segments" => Answer::json(&segments::map(state.engine.segments(), state.engine.segment_bytes())),
         b"/reads" => match caller(state, request) {
