@@ -5,13 +5,14 @@
 //! how long that executor did nothing else. Beside nothing at all it is what the machine itself makes a thread wait.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvarts_contract::api::{
-    DeleteRequest, Durability, KvStore, MatchRequest, Order, Parent, Placed, PutRequest, ReadEvent,
-    ReadRequest, Target, TtlRequest, Verify,
+    ContainsRequest, DeleteRequest, Durability, KvStore, MatchRequest, Order, Parent, Placed, Presence,
+    PutRequest, ReadEvent, ReadRequest, Target, TtlRequest, Verify,
 };
 use kvarts_contract::blocking::block_on;
 use kvarts_contract::buffers::SharedBuf;
@@ -20,6 +21,7 @@ use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, Geometry, Group, Requirements};
 use kvarts_store::engine::{CompactOptions, Compaction, Limits, Options, Store};
+use kvarts_store::home::Places;
 use serde_json::{Value, json};
 
 use crate::report::Report;
@@ -27,7 +29,7 @@ use crate::scratch::Scratch;
 use crate::setup::{self, Common, Subject, key, progress};
 use kvarts_terminal::Failure;
 
-/// Bytes of a block, and of its record.
+/// Bytes of a block; its record takes a page for its header and one for the block.
 const BLOCK_BYTES: u64 = 4 << 10;
 const RECORD_BYTES: u64 = 2 * BLOCK_BYTES;
 /// Shards of a directory.
@@ -95,8 +97,9 @@ pub(super) fn measure(
     };
     let part = scratch.part("stalls")?;
     let directories = (0..size.directories).map(|number| part.path().join(number.to_string())).collect();
+    let last = part.path().join((size.directories - 1).to_string());
     let home = setup::open_all(&common, directories, options)?;
-    let bench = Bench::new(home.store(), size)?;
+    let bench = Bench::new(home.store(), size, (home.places(), last))?;
     let (gaps, with_ttl) = bench.run()?;
     report.fact("stall_records", size.records);
     report.fact("stall_shards", u64::from(size.directories) * SHARDS);
@@ -132,6 +135,8 @@ fn row(gap: &Gap) -> Value {
 struct Bench<'a> {
     store: &'a Store,
     size: Size,
+    /// The last directory of the store, and what notices that it is gone.
+    last: (Places, PathBuf),
     /// One of each rank.
     ranks: Vec<Subject>,
     source: SharedBuf,
@@ -146,7 +151,7 @@ fn geometry() -> Result<Geometry, Failure> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(store: &'a Store, size: Size) -> Result<Self, Failure> {
+    fn new(store: &'a Store, size: Size, last: (Places, PathBuf)) -> Result<Self, Failure> {
         let geometry = geometry()?;
         let identity = setup::identity("stalls", 16, &geometry);
         let namespace = store.register(&identity, &geometry).map_err(Failure::user)?;
@@ -157,7 +162,7 @@ impl<'a> Bench<'a> {
             Ok(Subject { name, namespace, group: Group(0), coordinate, shape, block_tokens: 16 })
         };
         let ranks = (0..COLUMNS).map(rank).collect::<Result<_, Failure>>()?;
-        Ok(Self { store, size, ranks, source: setup::noise(64 * BLOCK_BYTES as usize)? })
+        Ok(Self { store, size, last, ranks, source: setup::noise(64 * BLOCK_BYTES as usize)? })
     }
 
     fn run(&self) -> Result<(Vec<Gap>, f64), Failure> {
@@ -208,6 +213,10 @@ impl<'a> Bench<'a> {
                 Ok(())
             },
         )?);
+        if self.size.directories > 1 {
+            self.take_away()?;
+            gaps.push(self.beside("the return of a directory", &self.targets()?, || self.bring_back())?);
+        }
         let used = self.store.stats().space.total.live;
         gaps.push(self.beside(
             "a quota that is lowered to fifteen sixteenths of what is there",
@@ -223,6 +232,23 @@ impl<'a> Bench<'a> {
         })?);
         progress("");
         Ok((gaps, with_ttl))
+    }
+
+    /// The last directory is out, as if its disk had been pulled, and the disk is there again.
+    fn take_away(&self) -> Result<(), Failure> {
+        let (places, directory) = &self.last;
+        let away = directory.with_extension("away");
+        std::fs::rename(directory, &away).map_err(Failure::user)?;
+        let gone = places.look();
+        std::fs::rename(&away, directory).map_err(Failure::user)?;
+        match gone.is_empty() {
+            true => Err(Failure::user("a directory that was renamed is not out")),
+            false => Ok(()),
+        }
+    }
+
+    fn bring_back(&self) -> Result<(), Failure> {
+        block_on(self.store.bring_back(self.size.directories - 1)).map(drop).map_err(Failure::user)
     }
 
     fn sessions(&self) -> u64 {
@@ -272,7 +298,9 @@ impl<'a> Bench<'a> {
         let (mut executors, mut targets) = (BTreeSet::new(), Vec::new());
         for session in 2..self.sessions() {
             let one = session_key(session, 0);
-            if executors.insert(self.store.shard_of(&one) % u32::from(self.size.executors)) {
+            if self.is_here(one)?
+                && executors.insert(self.store.shard_of(&one) % u32::from(self.size.executors))
+            {
                 targets.push(one);
             }
         }
@@ -280,6 +308,13 @@ impl<'a> Bench<'a> {
             true => Ok(targets),
             false => Err(Failure::user("too few records for one on each executor")),
         }
+    }
+
+    fn is_here(&self, key: BlockKey) -> Result<bool, Failure> {
+        let Subject { namespace, group, coordinate, .. } = self.ranks[0];
+        let request = ContainsRequest { namespace, group, coordinate, keys: &[key], lease: None };
+        let reply = self.store.contains(&request).map_err(Failure::user)?;
+        Ok(reply.presence.first() == Some(&Presence::Here))
     }
 
     fn delete(&self, target: Target) -> Result<u64, Failure> {
