@@ -1,7 +1,7 @@
 """KV-cache blocks on disk, shared between processes and kept across restarts.
 
-A read gives exactly the bytes that one producer put under that key and identity, or it is an error or a miss. The stub beside
-this file (`__init__.pyi`) says what each call promises.
+A read returns exactly the bytes that one producer put under that key and identity, or it is an error or a miss. The stub beside
+this file (`__init__.pyi`) documents each call.
 """
 
 import atexit as _atexit
@@ -43,12 +43,12 @@ __all__ = [
     "connect", "kept_windows", "key", "open", "window_interval",
 ]
 
-#: What calls take, for annotations: the stub says it in full.
+#: Types of arguments, for annotations; the stub has their details.
 Buffer = _typing.Union[_typing.Any, int]
 Key = _typing.Union[bytes, str]
 Places = _typing.Union[_typing.Sequence[Buffer], Buffer, Paged]
 
-#: Seconds that the interpreter's exit waits for what is under way.
+#: Seconds that the interpreter's exit waits for requests under way.
 _EXIT = 2.0
 _clients = _weakref.WeakSet()
 

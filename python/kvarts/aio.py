@@ -1,5 +1,5 @@
-"""`kvarts.Pages` and `kvarts.Session` for asyncio, with their guarantees. Batches need no further thread; look-ups, reads by layers and sessions wait
-in the loop's executor."""
+"""`kvarts.Pages` and `kvarts.Session` for asyncio, with the same guarantees. Batches use no extra thread; look-ups, reads by layers and calls of
+sessions wait in the loop's executor."""
 
 import asyncio
 import functools
@@ -14,7 +14,7 @@ async def _away(call, *args, **kwargs):
 
 
 async def _ended(step):
-    """What a call in the executor gives; a task that is cancelled goes on when the call has ended, because it has the task's buffers."""
+    """The result of a call in the executor. A cancelled task continues only after the call has ended, because the call uses the task's buffers."""
     try:
         return await asyncio.shield(step)  # ends: as the call does
     except asyncio.CancelledError:
@@ -28,7 +28,7 @@ async def _ended(step):
 
 
 class AsyncPages:
-    """A handle whose calls are coroutines. It takes all completions of its handle, on the running loop."""
+    """A handle whose calls are coroutines on the running loop. It drains all completions of the underlying handle."""
 
     def __init__(self, pages):
         self._pages = pages
@@ -72,7 +72,7 @@ class AsyncPages:
 
     async def exists(self, keys, **kwargs):
         done = await self._answer(self._pages.submit_exists, keys, **kwargs)
-        # What is absent, or not there yet, is an answer; anything else is not.
+        # An absent page and a page that is being stored are results; every other reason is an error.
         for reason, (error, _) in done.reasons.items():
             if reason not in ("NotHere", "InFlight"):
                 raise error
@@ -112,7 +112,7 @@ class AsyncPages:
                 await _ended(self._loop.run_in_executor(None, reading.close))  # ends: `close` has the client's timeout
 
     async def close(self):
-        """Gives the handle back, and closes it."""
+        """Stops watching the handle, and closes it."""
         for fd in self._fds():
             self._loop.remove_reader(fd)
         for waiting in self._waiting.values():

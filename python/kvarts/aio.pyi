@@ -1,5 +1,5 @@
-"""`kvarts.Pages` and `kvarts.Session` for asyncio, with their guarantees. Batches need no further thread; look-ups, reads by
-layers and sessions wait in the loop's executor."""
+"""`kvarts.Pages` and `kvarts.Session` for asyncio, with the same guarantees. Batches use no extra thread; look-ups, reads by
+layers and calls of sessions wait in the loop's executor."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
@@ -7,8 +7,8 @@ from typing import Any, Literal
 from . import Buffer, Client, Completion, Key, Layer, Lease, Match, Missing, Pages, Places, Session, Times
 
 class AsyncPages:
-    """A handle whose calls are coroutines, on the running loop. It takes all completions of the handle: other code must not drain the handle
-    meanwhile. Cancelling a task cancels its batch; the task continues when its buffers are no longer accessed."""
+    """A handle whose calls are coroutines on the running loop. It drains all completions of the handle: other code must not drain
+    the handle. Cancelling a task cancels its batch; the task continues when its buffers are no longer accessed."""
 
     def __init__(self, pages: Pages) -> None: ...
     async def put(
@@ -86,18 +86,18 @@ class AsyncPages:
         rank: int | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[Layer]:
-        """As `Pages.layers`: `async for layer in ...`. A loop that is left or cancelled ends the read, and the task continues
-        when its buffers are no longer written."""
+        """As `Pages.layers`: `async for layer in ...`. Leaving or cancelling the loop ends the read; the task continues when its
+        buffers are no longer written."""
 
     async def close(self) -> None:
-        """Releases the handle, and closes it."""
+        """Stops watching the handle, and closes it."""
 
     async def __aenter__(self) -> AsyncPages: ...
     async def __aexit__(self, kind: object, error: object, trace: object) -> None: ...
 
 class AsyncSession:
-    """A session whose calls are coroutines. The call of a cancelled task ends by itself: a session that was being opened then
-    ends with its lease."""
+    """A session whose calls are coroutines. Cancelling a task does not cancel its call on the server: a session that the call
+    still opens ends with its lease."""
 
     def __init__(self, session: Session) -> None: ...
     @classmethod

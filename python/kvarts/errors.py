@@ -1,8 +1,9 @@
-"""What a caller is told when something did not work: one class for each kind, by what the caller must do."""
+"""The exceptions of the module: one class for each reaction that a caller must take."""
 
 
 class Error(Exception):
-    """The base of all of them. `reason` says why in one word that does not change; the text is for people."""
+    """The base of all errors. The subclass gives the caller's reaction. `reason` names the cause in one word that does not change; the text is
+    for people."""
 
     kind = "bug"
 
@@ -12,43 +13,43 @@ class Error(Exception):
 
 
 class Miss(Error):
-    """The bytes are not here: recompute them."""
+    """The block is not stored: compute it."""
 
     kind = "miss"
 
 
 class Retry(Error):
-    """Not now: ask again."""
+    """A temporary failure: retry. Also raised while the server cannot be reached; a later call reconnects by itself."""
 
     kind = "retry"
 
 
 class Refused(Error):
-    """Not allowed: a quota, the budget, a right."""
+    """Not permitted: a quota or the budget is exhausted, or a right is missing."""
 
     kind = "refused"
 
 
 class Invalid(Error, ValueError):
-    """The request can never succeed as it is: fix it."""
+    """The request cannot succeed as it is: correct it."""
 
     kind = "invalid"
 
 
 class Deadline(Error, TimeoutError):
-    """The time that was given passed first."""
+    """The timeout passed before the result."""
 
     kind = "deadline"
 
 
 class Corrupt(Error):
-    """Bytes on disk were not what was written: recompute them. It has been reported and counted."""
+    """The block is damaged on disk: compute it. The damage has been logged and counted."""
 
     kind = "corrupt"
 
 
 class ReadOnly(Error):
-    """The store takes no writes after a fault; reads go on."""
+    """The store refuses writes after a fault; reads continue."""
 
     kind = "read_only"
 

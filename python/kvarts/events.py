@@ -1,14 +1,14 @@
-"""What routers are told of a store's blocks, by the engine whose blocks they are: which are there, and which are not any more.
+"""Events for routers: the engine reports which of its blocks the store holds, and which ones the store no longer holds.
 
-The engine knows what a block is (its tokens, the block before it), and the server knows whether it is there. A `Ledger` brings both together,
-a `Follower` keeps it at what the server says. What holds, of blocks that this engine has described:
+The engine knows the content of a block (its tokens and its parent), and the server knows whether the block is stored. A `Ledger` combines both, and
+a `Follower` keeps the ledger up to date from the server's events. Guarantees, for blocks that this engine has described:
 
-- Once the follower has come to the end of the server's events, and what the ledger gave was told, routers have been told of blocks that the store has
-  and of no others; and of all of these, but for what memory bounds: the blocks that were described last.
-- Whatever order events, answers and this engine's own puts arrive in: of a block the newest event counts, and of answers those that were
-  asked for before no event of the block came.
-- Where events were lost, after a server's end or where this engine was too slow, every block is asked for again; what is gone is told as gone.
-- No thread of the engine's waits here.
+- After the follower has read all of the server's events and the engine has published the ledger's reports, routers know exactly the blocks that
+  the store holds. Limits on memory restrict this to the blocks that were described last.
+- Events, answers and this engine's own puts may arrive in any order. The newest event of a block counts, and an answer does not override an event
+  that arrived after its question.
+- After lost events (the server ended, or this engine was too slow), the follower looks up every block again. Absent blocks are reported as removed.
+- No thread of the engine waits in this module.
 """
 
 import threading
@@ -19,21 +19,22 @@ import kvarts
 
 from .link import logger
 
-#: Blocks of which routers are told at most: of one more the oldest is told as gone.
+#: The limit of reported blocks. For each block beyond it, the oldest one is reported as removed.
 TOLD = 1 << 20
-#: Blocks that can be told of, or told of again, without their request.
+#: The limit of descriptions. A described block can be reported without its request.
 DESCRIBED = 1 << 16
-#: Blocks that are asked for at once.
+#: Blocks of one look-up.
 _SOME = 4096
-#: How long the thread waits for events before it looks for questions.
+#: Seconds that the thread waits for events before it checks for pending look-ups.
 _LOOK = 0.02
-#: Seconds after which the blocks of a server that is away are told as gone.
+#: Seconds after which the blocks of an unreachable server are reported as removed.
 _AWAY = 30.0
 
 
 class _Block:
-    """A block of which it is known what it is. `columns`: of those of which events told, whether they are there, and when that came (`None`: of none); `rest`: whether
-    all others are, or `None`; `emptied`: when all of them went; `asked`: when what was answered last was asked for."""
+    """A described block. `columns`: for each column with an event, whether it is stored, and the time of the event (`None`: no events); `rest`:
+    whether all other columns are stored, or `None` if unknown; `emptied`: the time at which all columns were removed; `asked`: the time of the
+    question that was answered last."""
 
     __slots__ = ("asked", "columns", "description", "emptied", "rest")
 
@@ -42,7 +43,8 @@ class _Block:
 
 
 class Ledger:
-    """`columns`: how many columns a block has; all of them must be there. `told`, `described`: how many blocks at most. For several threads."""
+    """The blocks that routers should know. `columns`: the number of columns of a block; a block counts as stored if all of them are. `told`,
+    `described`: the limits of reported and of described blocks. Methods may be called from any thread."""
 
     def __init__(self, columns, told=TOLD, described=DESCRIBED):
         self._count, self._most, self._described = columns, told, described
@@ -58,18 +60,19 @@ class Ledger:
     # Of the engine.
 
     def lacks(self, keys):
-        """Those of these blocks that nothing is known of, and that routers were not told of."""
+        """Returns the positions of the blocks that are neither described nor reported to routers."""
         with self._lock:
             return [at for at, key in enumerate(keys) if key not in self._known and key not in self._told]
 
     def describe(self, blocks):
-        """What blocks are: pairs of their keys and of what `take` is to give. A question from then on finds whatever happens to them."""
+        """Adds descriptions of blocks: pairs of a key and the description that `take` returns. Call it before `ask`, so that no later change of
+        these blocks is missed."""
         with self._lock:
             for key, description in blocks:
                 block = self._known.get(key)
                 if block is None:
                     block = self._known[key] = _Block(description)
-                    # What was told without it is there.
+                    # A block that is reported without a description is stored.
                     block.rest = key in self._here or None
                 else:
                     self._known.move_to_end(key)
@@ -79,13 +82,13 @@ class Ledger:
                     self._here.discard(key)
 
     def ask(self):
-        """A question begins, as a put does: what `answer` takes."""
+        """Begins a question (a look-up or a put); returns its time, which `answer` takes."""
         with self._lock:
             self._time += 1
             return self._time
 
     def answer(self, asked, keys, found):
-        """What the server answered: of each block, whether all of it is there."""
+        """Takes the server's answer: for each block, whether all of its columns are stored."""
         with self._lock:
             known, here, changed = self._known, self._here, self._changed
             for key, is_here in zip(keys, found):
@@ -111,19 +114,19 @@ class Ledger:
                         self._place(key, False)
 
     def doubt(self, keys):
-        """It is not known whether these are there: they are asked for."""
+        """Marks blocks whose state is unknown. The follower looks them up."""
         with self._lock:
             self._doubted.update(dict.fromkeys(keys))
 
     def cleared(self):
-        """Routers have forgotten all that they were told."""
+        """Takes notice that routers have dropped all reported blocks."""
         with self._lock:
             self._told.clear()
             self._here.intersection_update(self._known)
             self._changed.update(dict.fromkeys(key for key in self._known if key in self._here))
 
     def take(self):
-        """What is to be told: what was told of blocks that are gone, and descriptions of those that are there."""
+        """Returns the pending reports: (key, name) of removed blocks, and the descriptions of stored blocks."""
         gone, there = [], []
         with self._lock:
             changed, self._changed = self._changed, {}
@@ -148,7 +151,7 @@ class Ledger:
     # Of the follower.
 
     def happened(self, is_stored, column, keys):
-        """An event of each of these blocks."""
+        """Takes an event of each of these blocks."""
         with self._lock:
             known, told, now = self._known, self._told, self._time
             for key in keys:
@@ -166,7 +169,7 @@ class Ledger:
                     self._place(key, False)
 
     def emptied(self):
-        """Every block is gone."""
+        """Takes notice that the server removed every block."""
         with self._lock:
             for block in self._known.values():
                 block.columns, block.rest, block.emptied = None, None, self._time
@@ -174,7 +177,7 @@ class Ledger:
             self._here.clear()
 
     def lost(self):
-        """Events were lost: what holds from now on is asked for."""
+        """Takes notice of lost events: every block is looked up again."""
         with self._lock:
             self._time += 1
             for block in self._known.values():
@@ -185,7 +188,7 @@ class Ledger:
             self._doubted = dict.fromkeys([*self._told, *self._known])
 
     def away(self):
-        """Nothing can be loaded any more; `lost` follows once the server is back."""
+        """Reports all blocks as removed while the server cannot be reached. `lost` follows once the server is back."""
         with self._lock:
             for block in self._known.values():
                 block.columns, block.rest = None, None
@@ -193,7 +196,7 @@ class Ledger:
             self._here.clear()
 
     def doubted(self):
-        """Some blocks that are to be asked for."""
+        """Takes up to `_SOME` blocks whose state is unknown, for a look-up."""
         with self._lock:
             keys = []
             while self._doubted and len(keys) < _SOME:
@@ -213,8 +216,8 @@ class Ledger:
 
 
 class Follower:
-    """Keeps a ledger at what a server says, in a thread of its own. `connect()` gives a client and a handle of the blocks that are asked for;
-    `columns`: (group, rank) of each column; `pause`: seconds between two tries."""
+    """Keeps a ledger up to date from a server's events, in its own thread. `connect()` returns a client and a handle for look-ups; `columns`:
+    (group, rank) of each column; `pause`: seconds between two attempts."""
 
     def __init__(self, ledger, connect, columns, pause=1.0):
         self._ledger, self._connect, self._pause = ledger, connect, pause
@@ -235,10 +238,10 @@ class Follower:
                 self._follow()
             except kvarts.Error as error:
                 if str(error) != self._why:
-                    logger.warning("kvarts: the server's events cannot be read, so routers get no events of the store: %s", error)
+                    logger.warning("kvarts: the server's events cannot be read; routers receive no events of the store until a retry succeeds: %s", error)
                 self._why = str(error)
             except Exception:  # a defect here must not end the thread
-                logger.exception("kvarts: the server's events cannot be read")
+                logger.exception("kvarts: the server's events cannot be read because of a defect in Kvarts; report it")
             if not self._is_away and time.monotonic() > self._heard + _AWAY:
                 self._is_away = True
                 self._ledger.away()
@@ -270,7 +273,7 @@ class Follower:
         elif event.group in self._groups:
             self._ledger.happened(event.what == "stored", *self._happened_to(event))
 
-    # What the ledger calls blocks.
+    # Names of blocks in the ledger.
 
     def _happened_to(self, event):
         """The column and the blocks of an event."""
@@ -283,7 +286,7 @@ class Follower:
         return found
 
     def _ask(self, pages, keys):
-        """Whether the server itself has these, in every column."""
+        """Looks up whether the server itself stores these blocks, in every column."""
         asked = self._ledger.ask()
         try:
             found = self._here(pages, keys)

@@ -1,8 +1,7 @@
-"""Whether an engine that is installed has what a connector uses of it: by the engine's sources, without importing them.
+"""Checks whether an installed engine has the interfaces that a connector uses. The check reads the engine's sources and imports nothing of the engine.
 
-Three things are compared: names that are imported, attributes that are read of the engine's objects, and methods that a connector's class
-overrides, with their parameters. What the engine's class has beside these and nothing here knows is told as new: an engine that asks something new
-of its connectors may need an answer.
+The check compares imported names, attributes that the connector reads of the engine's objects, and methods that a connector's class overrides, with
+their parameters. A method of the engine's class that the connector neither overrides nor knows is reported as new: the connector may need it.
 """
 
 import ast
@@ -13,8 +12,8 @@ from typing import NamedTuple
 
 
 class Overridden(NamedTuple):
-    """A class of a connector's: `ours` ("file:Class") overrides methods of the classes `bases` ("module:Class"). `known`: methods of theirs that it
-    needs not; `later`: of its own, those that only later versions call."""
+    """A connector's class: `ours` ("file:Class") overrides methods of the classes `bases` ("module:Class"). `known`: methods of the bases that the
+    connector does not need to override; `later`: methods of the connector that only later versions of the engine call."""
 
     ours: str
     bases: tuple
@@ -23,7 +22,7 @@ class Overridden(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A class of a connector's of which the engine's `module` has an object, as the attribute `attribute` of its own."""
+    """A connector's class. The engine's `module` holds an object of this class in an attribute with the name `attribute`."""
 
     ours: str
     module: str
@@ -31,8 +30,8 @@ class Called(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A connector, by the module that an operator names. `names`: what is imported, and `reads`: attributes, as "module:Class.attribute" or
-    "module:name"; `kinds`: classes of a module that derive from those named here, as "module:Class", all of which must be known."""
+    """A connector, by the module that an operator names. `names`: imported names; `reads`: attributes; both as "module:Class.attribute" or
+    "module:name". `kinds`: base classes, as "module:Class"; every subclass in that module must be in `known_kinds`."""
 
     module: str
     names: tuple
@@ -44,7 +43,7 @@ class Part(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """`tried`: versions that were run with these connectors."""
+    """An engine and its connectors. `tried`: versions of the engine that were tested with these connectors."""
 
     package: str
     distributions: tuple
@@ -53,8 +52,8 @@ class Engine(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What is not as the connectors know it. `how`: `missing`, without which the connector does not work; `uncalled`: a method that the engine
-    does not call any more; `changed`: one that it calls with more; `new`."""
+    """A difference between the engine and the connector. `how`: `missing`: the connector does not work without this interface; `uncalled`: the
+    engine no longer calls this method; `changed`: the engine calls the method with more arguments; `new`: the connector does not know it."""
 
     part: str
     how: str
@@ -72,7 +71,8 @@ class Report(NamedTuple):
 
     @property
     def verdict(self):
-        """`bad`: a connector cannot work; `improve`: a person should check it; `good`."""
+        """`bad`: a connector cannot work, or the engine is not installed; `improve`: there are other findings, or the version is not tested;
+        `good`: neither."""
         if self.version is None or any(one.how in ("missing", "changed") for one in self.findings):
             return "bad"
         return "improve" if self.findings or self.version not in self.tried else "good"
@@ -91,12 +91,12 @@ class Sources:
         return self._trees[module]
 
     def defined(self, module, name):
-        """What defines a name at the top of a module."""
+        """The statement that defines a name at the top of a module."""
         tree = self.tree(module)
         return None if tree is None else next((node for found, node in _names_of(tree.body) if found == name), None)
 
     def has(self, name, depth=0):
-        """Whether there is "module:name" or "module:Class.attribute"; "module:" alone is the module."""
+        """Whether "module:name" or "module:Class.attribute" exists; "module:" alone stands for the module."""
         module, _, path = name.partition(":")
         if not path:
             return self.tree(module) is not None
@@ -107,7 +107,7 @@ class Sources:
         return any(attribute == found for place, one in self.classes(module, owner) for found in _members_of(one))
 
     def classes(self, module, name, depth=4):
-        """A class and those it derives from, as far as their sources are here: (module, node)."""
+        """A class and its bases, as far as their sources are below the directory: (module, node)."""
         node = self.defined(module, name)
         if isinstance(node, ast.ImportFrom) and depth:
             before = module.rsplit(".", node.level)[0] + "." if node.level else ""
@@ -137,7 +137,7 @@ def _parsed(path):
 
 
 def _names_of(body):
-    """(name, what defines it) of statements, also of those that depend on a condition."""
+    """(name, defining statement) of a list of statements, conditional ones included."""
     for node in body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.name, node
@@ -156,7 +156,7 @@ def _names_of(body):
 
 
 def _members_of(node):
-    """Names in the body of a class, and those that its methods set."""
+    """Names in the body of a class, and attributes that its methods set."""
     yield from (name for name, _ in _names_of(node.body))
     for one in ast.walk(node):
         if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and isinstance(one.value, ast.Name) and one.value.id == "self":
@@ -164,13 +164,13 @@ def _members_of(node):
 
 
 def _parameters(node):
-    """(names, whether it takes others)."""
+    """(names of parameters, whether the function accepts any others)."""
     names = [one.arg for one in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
     return [name for name in names if name not in ("self", "cls")], node.args.kwarg is not None or node.args.vararg is not None
 
 
 def place_of(package):
-    """The directory that has an installed package, or `None`."""
+    """The directory that contains an installed package, or `None`."""
     spec = importlib.machinery.PathFinder.find_spec(package)
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     return os.path.dirname(os.path.abspath(places[0])) if places else None
@@ -184,7 +184,7 @@ def _version(engine, place):
 
 
 def look(engine, place=None):
-    """`place`: the directory that has the engine's package, where it is not this interpreter's."""
+    """Compares an engine with its connectors. `place`: the directory that contains the engine's package (default: this interpreter's)."""
     place = place or place_of(engine.package)
     if place is None or not os.path.isdir(os.path.join(place, engine.package)):
         return Report(engine.package, None, engine.tried, [])
@@ -213,7 +213,7 @@ def _compared(part, sources):
 
 
 def _of_calls(one, sources, ours):
-    """Methods that an engine calls of an object of ours."""
+    """Compares the methods that the engine calls of the connector's object with those that the object has."""
     mine, tree = ours.methods(one.ours), sources.tree(one.module)
     calls = set()
     for node in ast.walk(tree) if tree is not None else ():
@@ -230,7 +230,7 @@ def _of_methods(one, sources, ours):
         for name, found in sources.methods(base).items():
             theirs.setdefault(name, (base, *found))
     if not theirs:
-        return  # that the class is not there is told by its name
+        return  # the missing class is reported among the names
     for name, (node, _) in mine.items():
         if name.startswith("_") or name in one.later:
             continue
@@ -249,23 +249,23 @@ def _of_methods(one, sources, ours):
 
 
 def told(report):
-    """Lines for people."""
+    """The report as lines of text."""
     if report.version is None:
-        return [f"{report.engine} is not installed for this Python"]
+        return [f"{report.engine} is not installed for this Python: install it, or name its directory with --place"]
     tried = ", ".join(report.tried)
-    lines = [f"{report.engine} {report.version}" + ("" if report.version in report.tried else f": this version is not tested; tested: {tried}")]
+    lines = [f"{report.engine} {report.version}" + ("" if report.version in report.tried else f": this version is not tested with Kvarts; tested versions: {tried}")]
     words = {
-        "missing": "lacks an interface that the connector needs",
-        "changed": "is called with arguments that the connector does not support",
-        "uncalled": "is not called any more",
-        "new": "is new, and the connector does not know it",
+        "missing": "the engine lacks an interface that the connector needs",
+        "changed": "the engine calls a method with arguments that the connector does not support",
+        "uncalled": "the engine no longer calls a method of the connector",
+        "new": "the engine has an interface that the connector does not know",
     }
     lines += [f"{one.part}: {words[one.how]}: {one.name}" for one in report.findings]
     return lines
 
 
 def tell(engine, module, logger):
-    """Tells of one connector what is not as it is known. For an engine that starts: it never raises."""
+    """Logs the findings of one connector when an engine starts. Never raises."""
     try:
         report = look(engine)
         if report.version is None:
@@ -276,4 +276,4 @@ def tell(engine, module, logger):
         for line in lines:
             tell_it("kvarts: %s", line)
     except Exception:
-        logger.exception("kvarts: the interfaces of the engine could not be checked")
+        logger.exception("kvarts: could not check the interfaces of the engine; the connector starts without the check")
