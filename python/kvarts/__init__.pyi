@@ -39,13 +39,13 @@ class Miss(Error):
     """The block is not stored: compute it."""
 
 class Retry(Error):
-    """A temporary failure: retry. Also raised while a server is away: a later call connects again by itself."""
+    """A temporary failure: retry. Also raised while the server cannot be reached; a later call reconnects by itself."""
 
 class Refused(Error):
-    """Not permitted: a quota, the budget, a right."""
+    """Not permitted: a quota or the budget is exhausted, or a right is missing."""
 
 class Invalid(Error, ValueError):
-    """The request can never succeed as it is: correct it."""
+    """The request cannot succeed as it is: correct it."""
 
 class Deadline(Error, TimeoutError):
     """The timeout passed before the result."""
@@ -64,36 +64,36 @@ class _SupportsDLPack(Protocol):
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
 #: Anything with the buffer protocol (memoryview, numpy, mmap, bytearray), a DLPack tensor on the CPU (torch, bfloat16
-#: included), or an address: an `int` inside memory that came from `Client.memory` or was given to `Client.adopt`. It is
-#: contiguous, and writable if it is read into. It may begin at any address.
+#: included), or an address: an `int` inside memory of `Client.memory` or `Client.adopt`. A buffer must be contiguous, and
+#: writable for a get. It may begin at any address.
 Buffer: TypeAlias = Any | _SupportsDLPack | int
 
-#: 32 bytes as `key` or `chain` give them. Anything else (`str`, or `bytes` of another length, up to 4096) is taken as
-#: `key(it)` would.
+#: 32 bytes as `key` or `chain` return them. Any other value (`str`, or `bytes` of another length, up to 4096) is converted
+#: with `key`.
 Key: TypeAlias = bytes | str
 
 def key(*parts: bytes | str | int) -> bytes:
-    """The key of a block, 32 bytes, computed from the engine's name for it. Equal parts give equal keys on every machine, and
-    different parts different keys: `key("a", "b")` is not `key("ab")`. A single part of exactly 32 bytes is used unchanged.
-    Values with a parameter of their own (model, revision, dtype, group, rank) do not belong into the key."""
+    """The key of a block, 32 bytes, computed from the engine's name of the block. Equal parts give equal keys on every machine, and
+    different parts give different keys: `key("a", "b")` is not `key("ab")`. A single part of exactly 32 bytes is used unchanged.
+    Leave out values that have their own parameter: model, revision, dtype, group and rank."""
 
 def chain(
     tokens: Sequence[int] | Buffer, block_tokens: int, *, parent: bytes | None = None, extra: bytes | None = None
 ) -> list[bytes]:
-    """The keys of all full blocks of a text: each names its block and everything before it. `tokens` is a sequence of numbers
-    below 2**32, or a buffer of uint32. `parent` is the key of the preceding block; `extra` is further data that determines every
-    block (an adapter, a salt, an image)."""
+    """The keys of all full blocks of a text. Each key identifies its block and all tokens before the block. `tokens` is a sequence
+    of numbers below 2**32, or a buffer of uint32. `parent` is the key of the preceding block; `extra` is further data that
+    determines every block (an adapter, a salt, an image)."""
 
 def kept_windows(every: int, window: int, first: int, last: int, block_tokens: int) -> list[tuple[int, int]]:
-    """The blocks to keep, as ranges, out of `first` to `last` of a chain, for a group of which a prefix needs only the last
-    `window` tokens. These are the blocks of prefixes that end at the first boundary at or behind a multiple of `every` tokens; 0:
-    at every boundary."""
+    """Selects blocks to keep out of `first` to `last` of a chain, as ranges. It is for a group whose prefixes need only the last
+    `window` tokens. It keeps the windows of the prefixes that end at the first block boundary at or behind each multiple of
+    `every` tokens; 0: at every boundary."""
 
 def window_interval(
     nbytes: int, block_tokens: int, tokens_per_second: int = 10_000, bytes_per_second: int = 2_000_000_000
 ) -> int:
-    """The `every` at which writing the `nbytes` of a boundary takes as long as replaying half of the distance to the next; 0: at
-    every boundary."""
+    """The value of `every` for `kept_windows` at which writing the `nbytes` of one boundary takes as long as computing half of the
+    tokens up to the next boundary. 0: keep every boundary."""
 
 def connect(
     server: str | None = None,
@@ -111,14 +111,15 @@ def connect(
 ) -> Client:
     """A client of a server (`kvarts serve`).
 
-    `server`: the path of its socket, `HOST:PORT`, or `http(s)://HOST:PORT`; else `$KVARTS_SERVER`, else `127.0.0.1:7440`. For
-    shared memory with a server on this host, use its socket. `token`: else the content of the file `$KVARTS_TOKEN_FILE`.
-    `timeout`: the limit for connecting and for every call without a timeout of its own. TLS: `authority`, `certificate` and
-    `private_key` are PEM. `threads`: threads of this client that copy and digest, 1 to 1024. `of_cluster`: look-ups without a
-    hold, and matches without a plan, also find blocks of other nodes of the server's cluster, and loads fetch them from there. A
-    hold of a match covers the blocks of the server itself.
+    `server`: the path of its socket, `HOST:PORT`, or `http(s)://HOST:PORT`; default: `$KVARTS_SERVER`, or else `127.0.0.1:7440`.
+    To share memory with a server on this host, use its socket. `token`: default: the content of the file that
+    `$KVARTS_TOKEN_FILE` names. `timeout`: the limit for connecting and for every call without its own timeout. TLS: `authority`,
+    `certificate` and `private_key` are PEM. `threads`: threads of this client that copy and digest, 1 to 1024. `of_cluster`:
+    look-ups without a hold, and matches without a plan, also find blocks of other nodes of the server's cluster, and loads fetch
+    them from there. A hold of a match covers only the blocks of the server itself.
 
-    The client reconnects by itself after the server was away. Raises `Retry` (reason `Away`) if the server is away now."""
+    The client reconnects by itself after an outage of the server. Raises `Retry` (reason `Away`) if the server cannot be reached
+    now."""
 
 def open(
     dirs: str | PathLike[str] | Sequence[str | PathLike[str]],
@@ -126,23 +127,23 @@ def open(
     *,
     executors: int | None = None,
 ) -> Client:
-    """A store inside this process, without a server. While it is open, another process that opens its directories gets `Refused`
-    (reason `Locked`); this call raises the same if another process has them open.
+    """Opens a store inside this process, without a server. Only one process can have its directories open: the call raises
+    `Refused` (reason `Locked`) if another process has them open.
 
-    `dirs`: one directory for each device, created if absent. `budget`: bytes on disk, never exceeded. It is closed by `close`, by
-    `with`, and at the exit of the interpreter; a process that dies loses no acknowledged block."""
+    `dirs`: one directory for each device, created if absent. `budget`: bytes on disk, never exceeded. The store is closed by
+    `close`, by `with`, and at the exit of the interpreter; a process that dies loses no acknowledged block."""
 
 @final
 class Client:
-    """A store: of a server (`connect`), or in this process (`open`). The interface is the same."""
+    """A store of a server (`connect`) or in this process (`open`). The interface is the same."""
 
     @property
     def path(self) -> Literal["local", "grpc", "embedded"]:
-        """The path of blocks."""
+        """How blocks travel: through memory shared with the server, over gRPC, or inside this process."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of shared memory that are blocked because a connection ended while disks were writing to them."""
+        """Bytes of shared memory that cannot be used, because a connection ended while disks were writing to them."""
 
     def pages(
         self,
@@ -173,8 +174,8 @@ class Client:
         timeout: float | None = None,
     ) -> Pages:
         """A handle on the blocks of one identity. All arguments from `model` to `extras` determine the bytes: handles that differ
-        in any of them, in the page sizes or in `tp_size`, never share blocks. For a feature that an engine does not have, use
-        "none"; model, revision, dtype, engine, layout and the layout's version are always required.
+        in any of them, in the page sizes or in `tp_size`, never share blocks. Use "none" for a feature that the engine does not
+        have; model, revision, dtype, engine, layout and the layout's version are always required.
 
         `page_bytes`: one size, or one for each group (`{0: 65536, 1: 4096}`) of an engine with several groups of KV caches. Each
         block is then one opaque page. Or `spec`: the name of a shipped model or the text of a spec (TOML), whose blocks have
@@ -187,36 +188,35 @@ class Client:
         the client's. The call registers the model with the server."""
 
     def memory(self, nbytes: int) -> Memory:
-        """Memory into which the server's disks write directly: verified in place, without a copy on the host. Without such a path
-        (gRPC), ordinary memory. It is freed with its last user, views of it included."""
+        """Allocates memory into which the server's disks write directly. This process verifies the bytes in place, without a copy
+        on the host. Over gRPC it is ordinary memory. The memory is freed with its last user, including views."""
 
     def shared_pool(self, nbytes: int) -> Pool:
-        """Memory that the processes of one engine share: see `Pool`. Only over the local path. It counts once as memory of the
-        tenant, and is freed with the last process that has it."""
+        """Allocates memory that the processes of one engine share: see `Pool`. Only over the local path. The pool counts once
+        against the tenant's limit of memory, and is freed with the last process that has it mapped."""
 
     def attach(self, name: str) -> Memory:
-        """The memory of a pool that another process of the same tenant has made on this server."""
+        """Maps the memory of a pool that another process of the same tenant has made on this server."""
 
     def adopt(self, buffer: Buffer, *, fd: int | None = None, offset: int = 0, nbytes: int | None = None) -> Memory:
-        """Registers an engine's memory once, so that buffers or addresses in it can be used as pages without being pinned and
-        checked one by one.
+        """Registers an engine's memory once. Buffers or addresses in it can then be used as pages without pinning and checking each
+        of them.
 
-        `fd`: the file in memory (`memfd_create`, or a file of `/dev/shm`) that `buffer` maps from `offset` on, whole pages of 4
-        KiB. The server's disks then write into it directly, and this process verifies the bytes. It is sealed against shrinking
-        if it allows seals; in any case the engine must not shorten it before `Memory.close` has returned. Without `fd`, bytes are
-        copied once on their way (embedded: not at all). `nbytes` is required if `buffer` is an address: the caller then
-        guarantees that it stays mapped until `Memory.close` has returned."""
+        `fd`: the file in memory (`memfd_create`, or a file of `/dev/shm`) that `buffer` maps from `offset` on, in whole pages of
+        4 KiB. The server's disks then write into the file directly, and this process verifies the bytes. The call seals the file
+        against shrinking if the file allows seals; in any case the engine must not shorten it before `Memory.close` has returned.
+        Without `fd`, bytes are copied once (embedded: not at all). `nbytes` is required if `buffer` is an address: the caller
+        then guarantees that the memory stays mapped until `Memory.close` has returned."""
 
     def watch(
         self, *, after: tuple[int, int] | None = None, namespace: bytes | None = None, snapshot: bool = False, runs: bool = False
     ) -> Events:
-        """Events of the blocks of the caller's tenant, or of one model that this client has registered (`Pages.namespace`),
-        without a gap between two events; raises `Retry` (reason `EventGap`) if events were missed. The iterator waits for the
-        next event.
+        """Events of the blocks of the caller's tenant, or of one model that this client has registered (`Pages.namespace`). The
+        iterator waits for the next event. It skips no event: it raises `Retry` (reason `EventGap`) if events were missed.
 
-        `after`: start behind this event. `snapshot`: without `after`, and after each gap, which is then an event and not raised,
-        begin with the present blocks: `present` for each block, then `complete`. `runs`: an event may have several blocks of one
-        column."""
+        `after`: start behind this event. `snapshot`: without `after`, begin with the present blocks: `present` for each block,
+        then `complete`. With `snapshot`, a gap is an event, and the present blocks follow it again. `runs`: an event may have
+        several blocks of one column."""
 
     def stats(self) -> dict[str, Any]:
         """The state and the counters of the store."""
@@ -242,16 +242,16 @@ class Client:
     ) -> dict[str, Any]:
         """Chooses the node for a request. Only with a server.
 
-        Each of `nodes` has the values that its caller knows: `node` (its number), `store` (16 bytes: the store of the server on
+        Each of `nodes` has the values that the caller knows: `node` (its number), `store` (16 bytes: the store of the server on
         that node, which that server returns as `here`), `decodes`, `queue_ms`, `decoding`, `memory_tokens`, `device_tokens`,
         `memory_bytes_per_ms`; and optionally `disk_tokens`, `disk_bytes_per_ms`, `disk_queue_ms`, `network_bytes_per_ms`,
         `network_queue_ms`: the server fills in absent ones for nodes with a `store`. `namespace` and `keys` name the blocks of
-        the prompt: of those groups and ranks that the latest `match` of this model on the server required (before the first one:
-        of its first group). Without them the server knows of no blocks. `owner`: a node's number and the leading tokens that
-        it has.
+        the prompt. The server looks them up in the groups and ranks that the latest `match` of this model on the server required
+        (before the first match: in the model's first group). Without `namespace` and `keys` the server looks up no blocks.
+        `owner`: a node's number, and the number of leading tokens that the node has.
 
         The result: `class`; `candidates` in the order of `cost_ms`, each with `node`, `action`, `cached_tokens` and the terms of
-        its cost; `nodes`, for each with a `store` its leading `blocks` (`None`: unknown), assumed values and the `trouble`;
+        its cost; `nodes`: for each node with a `store` its leading `blocks` (`None`: unknown), assumed values and the `trouble`;
         `here`, `owner`, `owner_has_lease`, `leased_by`, `bucket_blocks` (`None`: unknown), `unasked` (blocks for which the
         directory did not answer in time)."""
 
@@ -267,16 +267,17 @@ class Client:
         engine_blocks: int | None = None,
         times: Times | None = None,
     ) -> Session:
-        """Opens a session: a conversation that begins with these blocks. The server protects those that are stored from eviction.
-        Only with a server; it needs the right to write.
+        """Opens a session: a conversation that begins with these blocks. The server protects the stored ones from eviction. Only
+        with a server; the token must have the right to write.
 
         `columns`: groups and ranks (`None`: this process's) whose blocks are held; by default every group, of this rank; `[]`
         holds no blocks. `shared_blocks`: the number of leading blocks that other sessions share, such as a system prompt; in a
-        cluster the chain behind them is claimed for the server's node. `lease`: seconds that the session lasts without a renewal,
-        and therefore after the death of this process; more than ten minutes need the right to pin.
+        cluster the server's node claims the chain behind them. `lease`: seconds that the session lasts without a renewal, and
+        therefore after the death of this process; more than ten minutes require the right to pin.
 
-        The next turn's class and advice (`Session.told`) follow from `prompt_tokens` (0: those of the blocks), `engine_blocks`
-        (leading blocks in the engine's own memory; by default those that the session had before) and `times`."""
+        The server computes the class and the advice of the next turn (`Session.told`) from `prompt_tokens` (0: those of the
+        blocks), `engine_blocks` (leading blocks in the engine's own memory; by default the blocks that the session had before)
+        and `times`."""
 
     def close(self, timeout: float | None = None) -> None:
         """Closes all handles (see `Pages.close`) and ends the connection or the store. Sessions end with their lease."""
@@ -294,18 +295,19 @@ class Session:
 
     @property
     def id(self) -> int:
-        """Its number on its server, and on the server that takes it over."""
+        """The number of the session. A server that takes the session over keeps the number."""
 
     @property
     def keys(self) -> list[bytes]:
-        """Its blocks, from the first on."""
+        """The keys of all blocks of the session, in their order."""
 
     @property
     def told(self) -> dict[str, Any]:
         """The server's last reply: `held` (blocks of that call that are held in all columns), `class`, `tail`, `owner` (16 bytes:
-        in a cluster the node that owns its chain, where its turns should go; else `None`) and `is_owner` (whether that is this
-        server's node). `tail` is advice on keeping windows and states: `keep` ("nothing", "every_block", "every_blocks",
-        "replay"), `every_blocks`, `tip` (whether at the turn's end), `replay_tokens`, `replay_ms`, `write_ms`."""
+        in a cluster the node that owns the session's chain and should compute its turns; else `None`) and `is_owner` (whether
+        the owner is this server's node). `tail` is advice on keeping windows and states: `keep` ("nothing", "every_block",
+        "every_blocks", "replay"), `every_blocks`, `tip` (whether to keep those at the turn's end), `replay_tokens`,
+        `replay_ms`, `write_ms`."""
 
     def fork(
         self,
@@ -315,8 +317,8 @@ class Session:
         engine_blocks: int | None = None,
         times: Times | None = None,
     ) -> Session:
-        """A session that continues from the first blocks of this one, by default from all. Shared blocks are held once, as long
-        as either session lasts."""
+        """Opens a session that continues from the first `blocks` blocks of this one, by default from all. The server holds shared
+        blocks once, as long as either session lasts."""
 
     def extend(
         self,
@@ -326,23 +328,24 @@ class Session:
         engine_blocks: int | None = None,
         times: Times | None = None,
     ) -> dict[str, Any]:
-        """Appends blocks and renews the lease; returns `told`. Call it before the blocks are computed, and `hold` after they were
-        put."""
+        """Appends blocks and renews the lease; returns `told`. Call `extend` before the blocks are computed, and `hold` after the
+        put of the blocks."""
 
     def hold(self, first: int = 0) -> dict[str, Any]:
-        """Holds the stored blocks of the session from this one on, and renews the lease; returns `told`. `first` should be the
-        session's beginning: each call with another one is a further lease on the server until one covers it."""
+        """Holds the stored blocks of the session from block `first` on, and renews the lease; returns `told`. `first` should be the
+        beginning of the session: each call with another value adds a lease on the server, until a later hold covers it."""
 
     def renew(self) -> None:
-        """Renews the lease from now on."""
+        """Renews the lease for its full length, from now on."""
 
     def hand_over(self, to: Client) -> dict[str, Any]:
-        """Moves the session to another server, under the same number and with this object; returns `told`. That client must have
-        registered the model (`Client.pages`). The chain is released here first, and the held blocks last. If the other server
-        refuses the session, it stays handed over: the call can be repeated until its lease ends."""
+        """Moves the session to the server of the client `to`; returns `told`. The session keeps its number, and this object
+        continues with it. `to` must have registered the model (`Client.pages`). The old server releases the chain first, and the
+        held blocks last. If the new server refuses the session, the session stays released: repeat the call before its lease
+        ends."""
 
     def close(self) -> bool:
-        """Ends the session; false if it had ended."""
+        """Ends the session; returns false if it had ended already."""
 
     def __enter__(self) -> Session: ...
     def __exit__(
@@ -355,7 +358,8 @@ class Memory:
 
     @property
     def mode(self) -> Literal["adopted", "copied", "embedded"]:
-        """The path of bytes into it: written by disks and verified here; through one copy; or by the store in this process."""
+        """How bytes reach the memory. `adopted`: disks write into it, and this process verifies the bytes. `copied`: this process
+        copies them once. `embedded`: the store in this process writes them."""
 
     @property
     def address(self) -> int: ...
@@ -363,11 +367,11 @@ class Memory:
     def nbytes(self) -> int: ...
     @property
     def view(self) -> memoryview:
-        """The bytes. A view keeps the memory."""
+        """The bytes. The memory is not freed while a view exists."""
 
     def close(self, timeout: float | None = None) -> None:
-        """Ends the registration: returns when no batch uses the memory any more (raises `Deadline` if that takes longer).
-        Afterwards its pages can be passed as buffers like any other memory."""
+        """Ends the registration. Returns when no batch uses the memory any more; raises `Deadline` if that takes longer than
+        `timeout`. Afterwards its pages can be passed as buffers like any other memory."""
 
 @final
 class Pool:
@@ -376,7 +380,7 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """32 hexadecimal digits that cannot be guessed. The name is not valid for other tenants."""
+        """The name for `Client.attach`: 32 random hexadecimal digits. It is not valid for other tenants."""
 
     @property
     def memory(self) -> Memory:
@@ -384,12 +388,13 @@ class Pool:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Its state and counters: `bytes`, `free_bytes`, and blocks: `hits` (found in the pool), `shared` (already being read for
-        another stage), `read`, `came`, `no_room`, `kept` (saved here and stored), `withdrawn` (deleted since, expired or evicted
-        on the server), `evicted`; and `silent` stages."""
+        """The state and the counters of the pool. `bytes`, `free_bytes`; numbers of blocks: `hits` (found in the pool), `shared`
+        (already being read for another stage), `read` (requested from the server), `came` (arrived), `no_room` (not read for
+        lack of room), `kept` (saved in the pool and stored), `withdrawn` (deleted, expired or evicted on the server),
+        `evicted` (removed from the pool to make room); `silent`: stages that ended because no block arrived."""
 
     def clear(self) -> None:
-        """Forgets every block that no stage holds; the next stage reads it again."""
+        """Discards every block that no stage holds. The next stage reads such a block again."""
 
     def stage(
         self,
@@ -399,8 +404,8 @@ class Pool:
         first_block: int = 0,
         silence: float = 10.0,
     ) -> Stage:
-        """Holds and reads consecutive blocks of a chain, the same ones in every column: (handle, group, rank; `None` for the
-        handle's own). `first_block`: the index of the first block in the chain. The call does not wait."""
+        """Holds and reads consecutive blocks of a chain, the same blocks in every column. A column is (handle, group, rank); `None`
+        is the handle's own rank. `first_block`: the index of the first block in the chain. The call does not wait."""
 
     def draft(
         self,
@@ -412,8 +417,9 @@ class Pool:
         first_block: int = 0,
         wait: bool = True,
     ) -> Draft:
-        """Room for blocks that an engine saves and then puts from there. Raises `Retry` if there is none. With `wait=False` it
-        also raises if another thread uses the pool at this moment: a thread that begins a read may wait there for a connection."""
+        """Reserves room for blocks that an engine saves into the pool and then puts from there. Raises `Retry` if the pool has no
+        room. With `wait=False` it also raises `Retry` if another thread uses the pool at this moment: that thread may wait for a
+        connection."""
 
 @final
 class Stage:
@@ -431,26 +437,27 @@ class Stage:
 
     @property
     def why(self) -> Error | None:
-        """The cause, if the stage ended before the last block."""
+        """The cause, if the stage ended before the last block arrived."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end of the stage or for `timeout`; returns `staged`."""
 
     def stretches(self, column: int = 0) -> list[tuple[int, int, int, int]]:
         """The positions of the staged blocks of a column, in their order: (offset of an extent in the pool, blocks of the extent,
-        index of the first of these blocks, their number). An extent has the form `[part][block]`, with the parts of all layers in
-        the order of the shape."""
+        index of the first staged block in the extent, number of staged blocks). An extent has the form `[part][block]`, with
+        the parts of all layers in the order of the shape."""
 
     def places(self, part: int, column: int = 0) -> list[tuple[int, int]]:
-        """The same for one part: (offset in the pool, bytes), one after the other."""
+        """The positions of one part of the staged blocks, in their order: (offset in the pool, bytes)."""
 
     def close(self) -> None:
-        """Releases its blocks, and stops reads that no other stage waits for."""
+        """Releases the blocks of the stage, and stops reads that no other stage needs."""
 
 @final
 class Draft:
-    """Room in a pool for blocks that an engine saves: workers write them there (`kvarts.gpu`); after the last write they are put.
-    Keep the draft as long as a device may write there; a save of this process that has the draft keeps the room by itself."""
+    """Room in a pool for blocks that an engine saves. Workers write the blocks there (`kvarts.gpu`); `put` stores them after the
+    last write. Keep the draft as long as a device may write there. A save of this process that was given the draft keeps the
+    room by itself."""
 
     def stretches(self) -> list[tuple[int, int, int, int]]:
         """The positions of the blocks in the order of the keys, in the form of `Stage.stretches`."""
@@ -458,16 +465,16 @@ class Draft:
     def put(
         self, *, parent: bytes | None = None, durable: bool = True, ttl: float | None = None, timeout: float | None = None
     ) -> list[bool]:
-        """Puts the blocks from the pool, and waits for the result: for each block, whether it is stored, now or already.
-        `parent`: the block before the first; without it the first begins the prompt. Blocks stored by this call stay in the pool
-        for later stages. To be called once."""
+        """Puts the blocks from the pool and waits. Returns for each block whether it is stored, now or before. `parent`: the key of
+        the block before the first one; without it the first block begins the prompt. Blocks stored by this call stay in the pool
+        for later stages. Call it once."""
 
     @property
     def why(self) -> Error | None:
-        """The cause for the first block of the put that is not stored."""
+        """The error of the first block that the put did not store."""
 
     def close(self) -> None:
-        """Releases the room."""
+        """Releases the room in the pool."""
 
 @final
 class Completion:
@@ -483,8 +490,8 @@ class Completion:
 
     @property
     def results(self) -> list[bool]:
-        """One for each key, in the order of the request. A put: the page is stored, now or already. A get: the page is complete
-        and verified in its buffer; buffers of failed keys may have been written to. Exists and lock: the page can be read now.
+        """One for each key, in the order of the request. Put: the page is stored, now or before. Get: the page is complete and
+        verified in its buffer; buffers of failed keys may have been overwritten. Exists and lock: the page can be read now.
         Delete: the page was stored and is deleted."""
 
     @property
@@ -493,8 +500,8 @@ class Completion:
 
     @property
     def reasons(self) -> dict[str, tuple[Error, int]]:
-        """The same by reason: one error of each, and the number of keys. `errors` makes an exception for each key, which is slow
-        for thousands of absent keys."""
+        """The errors by reason: one error of each reason, and the number of its keys. `errors` makes an exception for each key,
+        which is slow for thousands of absent keys."""
 
     @property
     def error(self) -> Error | None:
@@ -516,7 +523,7 @@ class Paged:
 
     def __new__(cls, parts: Sequence[tuple[Buffer, int, int] | None], slots: Sequence[int]) -> Self: ...
 
-#: Where blocks lie: a buffer for each key, exactly as long as a block (a longer one is refused, too); one buffer with all
+#: The positions of blocks: a buffer for each key, exactly as long as a block (a longer one is refused); one buffer with all
 #: blocks one after the other; or `Paged`.
 Places: TypeAlias = Sequence[Buffer] | Buffer | Paged
 
@@ -527,22 +534,22 @@ class Pages:
 
     - A refused batch (an exception) has no id and no effect.
     - After the completion of a batch no thread and no disk accesses its buffers.
-    - An eventfd is readable exactly while completions can be drained. `drain` empties it; a program that reads it does so before
-      draining.
-    - A repeated key in one batch has the result of its first position; in a get it is `Invalid` (reason `Duplicate`) at the
-      others, and their buffers are not written.
-    - `timeout` (seconds): keys without a result by then get `Deadline`, soon after, even if the server has stopped; only a get
-      straight into memory of mode adopted waits until the disk has finished.
+    - An eventfd is readable exactly while completions can be drained. `drain` resets the eventfd; a program that reads the eventfd
+      must do so before it drains.
+    - A repeated key in one batch has the result of its first position. In a get, the other positions fail with `Invalid` (reason
+      `Duplicate`), and their buffers are not written.
+    - `timeout` (seconds): keys without a result by then fail with `Deadline`, soon after, even if the server has stopped; only a
+      get straight into memory of mode adopted waits until the disk has finished.
     - `group` (default 0) and `rank` (default: this process's): one for all keys, or a sequence with one for each.
     """
 
     @property
     def namespace(self) -> bytes:
-        """32 bytes: the name of the identity."""
+        """The name of the identity, 32 bytes."""
 
     @property
     def under_way(self) -> int:
-        """Submitted batches that were not drained."""
+        """The number of submitted batches that were not drained yet."""
 
     def block_bytes(self, group: int = 0) -> int: ...
     def parts(self, group: int = 0) -> list[tuple[int, int]]:
@@ -593,10 +600,11 @@ class Pages:
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> int:
-        """The same, and protects stored pages from eviction for `hold` seconds, or until `unlock`."""
+        """Looks up pages as `submit_exists` does, and protects the stored ones from eviction for `hold` seconds, or until
+        `unlock`."""
 
     def unlock(self, what: int | Sequence[Key]) -> None:
-        """Ends the locks of the batch with this id, or one lock on each key. It does not wait."""
+        """Ends the locks of the batch with this id, or one lock on each of these keys. The call does not wait."""
 
     def submit_delete(
         self,
@@ -609,28 +617,28 @@ class Pages:
         """Deletes blocks; after the completion they cannot return."""
 
     def cancel(self, id: int) -> bool:
-        """Ends a batch early: it completes soon, once, with `Retry` (reason `Cancelled`) for unfinished keys. False if it had
-        completed."""
+        """Ends a batch early: it completes soon, once, with `Retry` (reason `Cancelled`) for unfinished keys. Returns false if the
+        batch had completed already."""
 
     def drain(self, lane: Literal["store", "lookup", "load"] | None = None) -> list[Completion]:
-        """Returns the waiting completions, of all lanes or of one. It does not wait."""
+        """Returns the pending completions, of all lanes or of one. The call does not wait."""
 
     def wait(self, timeout: float | None = None) -> list[Completion]:
-        """Drains; without a completion it waits for the first. Returns an empty list after `timeout` seconds, or if no batch is
-        under way."""
+        """Returns the pending completions; waits for the first one if there is none. Returns an empty list after `timeout` seconds,
+        or if no batch is under way."""
 
     def fileno(self) -> int:
-        """The eventfd (`lanes=False`), for select, poll and asyncio. It belongs to this handle: do not close it."""
+        """The eventfd (`lanes=False`), for select, poll and asyncio. The handle owns the eventfd: do not close it."""
 
     def event_fd(self, lane: Literal["store", "lookup", "load"]) -> int:
-        """The eventfd of a lane: three different ones with `lanes=True`, otherwise the same one."""
+        """The eventfd of a lane. With `lanes=True` each lane has its own eventfd, otherwise all lanes have the same one."""
 
     def close(self, timeout: float | None = None) -> None:
-        """Cancels batches under way, discards completions that were not drained, ends the locks. After its return no buffer of
+        """Cancels batches under way, discards completions that were not drained, and ends the locks. After its return no buffer of
         this handle is accessed. Raises `Deadline` if that takes longer than `timeout` (default: the client's): the module then
         keeps those buffers, and `close` may be called again. Later submissions raise `Retry` (reason `Closed`)."""
 
-    # The same as calls that wait. They raise what concerns the whole call; what concerns single keys is in the answer.
+    # The same operations as calls that wait. They raise errors of the whole call; errors of single keys are in the result.
 
     def put(
         self,
@@ -663,8 +671,8 @@ class Pages:
     def missing(
         self, keys: Sequence[Key], *, group: int = 0, rank: int | None = None, timeout: float | None = None
     ) -> Missing:
-        """Counts the absent blocks among these by cause: for a get, as `pages.missing([keys[at] for at in answer.errors])`. It is
-        a look-up; stored blocks are not counted."""
+        """Counts the absent blocks among these keys by cause. After a get: `pages.missing([keys[at] for at in answer.errors])`. The
+        call is a look-up; stored blocks are not counted."""
 
     def delete(
         self,
@@ -688,14 +696,15 @@ class Pages:
         hbm_boundaries: Sequence[int] = ...,
         overlap: Literal["layers", "none"] = "layers",
     ) -> Match:
-        """The longest prefix of these consecutive blocks that can be restored now: up to the last block boundary at which every
-        required part of every group and rank is stored. With `hold`, its blocks are protected from eviction for `hold` seconds.
+        """Finds the longest prefix of these consecutive blocks that can be restored now: up to the last block boundary at which
+        every required part of every group and rank is stored. With `hold`, its blocks are protected from eviction for `hold`
+        seconds.
 
-        With `times` the result has a `plan`: the part of the prefix that loads faster than it computes at the present speed of
-        the disks, with the reason. The prompt has `prompt_tokens` tokens (default: one more than the blocks), and `hbm_blocks`
-        leading blocks are in device memory already; windows and states are at the boundaries `hbm_boundaries`, in blocks.
-        `overlap`: the engine's computing during the load; `layers`: each layer starts when it is loaded, `none`: computing starts
-        when all blocks are loaded, as in engines that load whole blocks."""
+        With `times` the result has a `plan`: the part of the prefix that the disks, at their present speed, load faster than the
+        engine computes it, with the reason. `prompt_tokens`: tokens of the prompt (default: one more than the blocks have).
+        `hbm_blocks`: leading blocks that are in device memory already. `hbm_boundaries`: the boundaries, in blocks, at which
+        device memory has windows and states. `overlap`: `layers`: the engine computes each layer as soon as it is loaded; `none`:
+        the engine starts when all blocks are loaded, as engines do that load whole blocks."""
 
     def layers(
         self,
@@ -708,9 +717,9 @@ class Pages:
         rank: int | None = None,
         timeout: float | None = None,
     ) -> Layers:
-        """Reads blocks layer by layer: an iterator that returns each layer when it is usable. The destination is either
-        `buffers`, or `layer_buffers`, one for each layer of the blocks (`[part][block]` inside; `None` for layers that are not
-        read). `layers`: a consecutive range of the model's layers; default: all."""
+        """Reads blocks layer by layer. Returns an iterator that yields each layer when the layer is usable. The destination is
+        either `buffers`, or `layer_buffers`: a buffer for each layer of the blocks (in the form `[part][block]`; `None` for layers
+        that are not read). `layers`: a consecutive range of the model's layers; default: all."""
 
     def pin(
         self, keys: Sequence[Key], *, hold: float, group: int = 0, rank: int | None = None, timeout: float | None = None
@@ -742,36 +751,36 @@ class Match:
     def lease(self) -> Lease | None: ...
     @property
     def plan(self) -> Plan | None:
-        """Present if `times` was given. A lease holds all of `blocks`, even if the plan uses fewer."""
+        """The plan, if `times` was given. The lease holds all of `blocks`, even if the plan uses fewer."""
 
 @final
 class Missing:
-    """Counts of blocks that cannot be restored, by cause; its text lists the causes with a count, and it is false without any. A
-    store remembers a bounded number of removed blocks since it was opened: older ones count as never stored."""
+    """Counts of blocks that cannot be restored, by cause. `str` lists the causes whose count is not 0; the object is false if all
+    counts are 0. A store remembers a bounded number of removed blocks since it was opened: older ones count as never stored."""
 
     @property
     def evicted(self) -> int:
-        """Stored, and evicted to make room or to keep a quota."""
+        """Blocks that were evicted to make room or to keep a quota."""
 
     @property
     def expired(self) -> int:
-        """Stored, and expired."""
+        """Blocks whose time to live has passed."""
 
     @property
     def deleted(self) -> int:
-        """Stored, and deleted."""
+        """Blocks that were deleted."""
 
     @property
     def out_of_service(self) -> int:
-        """Damaged, or in a part of the store that failed."""
+        """Blocks that are damaged, or lie in a part of the store that failed."""
 
     @property
     def never_stored(self) -> int:
-        """Never stored, as far as the store remembers."""
+        """Blocks that were never stored, as far as the store remembers."""
 
     @property
     def cut_off(self) -> int:
-        """In a match: stored, but an earlier block of the prefix is absent."""
+        """In a match: blocks that are stored, but behind an absent block of the prefix."""
 
     def __bool__(self) -> bool: ...
 
@@ -796,13 +805,13 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        """Blocks to restore; computing continues behind them. 0: a load would be slower than computing, or no block is stored."""
+        """Blocks to restore; the engine computes the rest. 0: a load would be slower than computing, or no block is stored."""
 
     @property
     def tokens(self) -> int: ...
     @property
     def recompute_tokens(self) -> int:
-        """Tokens before that boundary that are computed again."""
+        """Tokens before the end of the restored blocks that the engine computes again."""
 
     @property
     def disk_bytes(self) -> int:
@@ -830,7 +839,7 @@ class Plan:
 
     @property
     def benefit_ms(self) -> float:
-        """The difference of `held_ms` and `first_token_ms`."""
+        """The time that the restore saves: `held_ms` minus `first_token_ms`."""
 
     @property
     def reason(self) -> str: ...
@@ -840,26 +849,26 @@ class Plan:
 
     @property
     def disk_bytes_per_second(self) -> float:
-        """The rate of the store's disks, as measured by its reads."""
+        """The rate of the store's disks, as measured on the store's reads."""
 
     @property
     def disk_outstanding_bytes(self) -> int: ...
     @property
     def disk_reads_measured(self) -> int:
-        """0: no measurement yet, a typical drive is assumed."""
+        """The number of measured reads. 0: no measurement yet, the plan assumes a typical drive."""
 
 @final
 class Lease:
-    """Blocks that are protected from eviction until its time is over, or `end`. Garbage collection does not end it."""
+    """Protects blocks from eviction until its time is over, or until `end`. Garbage collection of this object does not end it."""
 
     @property
     def blocks(self) -> int:
-        """Held keys. For a match that counted other nodes (`of_cluster`), the matched blocks: of these the lease holds those on
-        the server itself."""
+        """The number of held keys. For a match that counted other nodes (`of_cluster`), the number of matched blocks; the lease holds
+        those that are on the server itself."""
 
     def renew(self, hold: float) -> None: ...
     def end(self) -> bool:
-        """False if the lease had already ended."""
+        """Ends the lease; returns false if the lease had ended already."""
 
 @final
 class Layer:
@@ -867,7 +876,7 @@ class Layer:
 
     @property
     def layer(self) -> int:
-        """Its index in the execution order of the model."""
+        """The index of the layer in the execution order of the model."""
 
     @property
     def blocks(self) -> int:
@@ -875,14 +884,15 @@ class Layer:
 
 @final
 class Layers(Iterator[Layer]):
-    """Layers of a read, in order. After the end of the iteration or of `close` no buffer is accessed. It stops early if no block
-    is usable any more, and at the deadline; `errors` has the causes."""
+    """Layers of a read, in order. After the end of the iteration or of `close` no buffer is accessed. The iteration stops early if
+    no block is usable any more, and at the deadline; `errors` has the causes."""
 
     def __iter__(self) -> Layers: ...
     def __next__(self) -> Layer: ...
     @property
     def arrived(self) -> int:
-        """Layers that are usable now: those already returned, and those that can be taken without waiting. It does not wait."""
+        """The number of layers that are usable now: those already returned, and those that the iterator returns without waiting. The
+        call does not wait."""
 
     @property
     def usable_blocks(self) -> int: ...
@@ -892,11 +902,11 @@ class Layers(Iterator[Layer]):
     def errors(self) -> dict[int, Error]: ...
     @property
     def reasons(self) -> dict[str, tuple[Error, int]]:
-        """The same by reason: one error of each, and the number of blocks."""
+        """The errors by reason: one error of each reason, and the number of its blocks."""
 
     def wait(self, timeout: float) -> bool:
-        """Waits for the next layer or the end of the read, for `timeout` seconds at most; returns whether there is one. It takes
-        nothing."""
+        """Waits for the next layer or the end of the read, for `timeout` seconds at most; returns whether a layer is ready. The
+        iterator still returns this layer."""
 
     def close(self) -> None: ...
 
@@ -916,17 +926,17 @@ class Event:
 
     @property
     def keys(self) -> list[bytes]:
-        """All keys of a run; otherwise `key`, or none."""
+        """All keys of a run; otherwise `key` alone, or no keys."""
 
     @property
     def group(self) -> int: ...
     @property
     def coordinate(self) -> tuple[int, int, int] | None:
-        """The heads: first, count, total. None: the whole state."""
+        """The heads of the block: first, count, total. None: the whole state."""
 
     @property
     def sequence(self) -> tuple[int, int] | None:
-        """For `Client.watch(after=...)`. None: `present`."""
+        """The position of the event, for `Client.watch(after=...)`. None for `present` events."""
 
 @final
 class Events(Iterator[Event]):
@@ -935,5 +945,5 @@ class Events(Iterator[Event]):
     def __iter__(self) -> Events: ...
     def __next__(self) -> Event: ...
     def take(self, timeout: float) -> list[Event]:
-        """The waiting events, after a wait for the first of `timeout` seconds at most; a gap is an event. Raises when the stream
-        has ended."""
+        """Returns the pending events; waits for the first one for `timeout` seconds at most. A gap is an event. Raises an error when
+        the stream has ended."""
