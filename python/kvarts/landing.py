@@ -1,11 +1,11 @@
-"""A worker's side of a connector: blocks of a pool in the pages of its KV caches, and back.
+"""The worker's side of a connector: it copies blocks from a pool into the pages of the engine's KV caches, and back.
 
-Everything that is landed is in the pool already, so no disk, network or server can make it fail; a device that fails, fails the engine. What
-holds:
+Blocks that land are in the pool already, so no failure of a disk, a network or a server affects a landing. A failure of the device fails the
+engine. Guarantees:
 
-- A layer that was waited for is in its pages before the engine's next kernel reads them. On a device no thread waits for that; on a
-  processor this one does, because it is the one that computes.
-- A save reads what the engine had written when its layer was saved, and nothing that comes after `join`.
+- After a wait for a layer, the layer is in its pages before the engine's next kernel reads them. On a device, the stream waits and no thread
+  does; on a processor, the calling thread waits, because it computes the layer.
+- A save reads what the engine had written when the layer was saved, and nothing that the engine writes after `join`.
 """
 
 import time
@@ -15,12 +15,12 @@ from kvarts import gpu
 
 from .link import logger
 
-#: Bytes of a ring on the device: there are three.
+#: Bytes of each of the three rings on the device.
 _RING_BYTES = 64 << 20
 
 
 class Rows(NamedTuple):
-    """How the bytes of a page lie in memory: rows, and rows of rows (count, stride in the block, stride in the memory)."""
+    """The layout of a page in memory: rows, in an inner and an outer level of (count, stride in the block, stride in the memory)."""
 
     outer: tuple
     inner: tuple
@@ -32,7 +32,8 @@ class Rows(NamedTuple):
 
 
 def rows_of(sizes, strides, item):
-    """The rows of a tensor: its sizes and strides, and bytes of an element. In a block it lies as it does in memory, without gaps."""
+    """The rows of a tensor, from its sizes, its strides and the bytes of an element. A block has the elements in the same order as memory, without
+    gaps."""
     dims = sorted(((stride * item, size) for size, stride in zip(sizes, strides) if size > 1), reverse=True)
     merged = []
     for stride, size in [*dims, (item, 1)]:
@@ -44,7 +45,7 @@ def rows_of(sizes, strides, item):
     if merged[-1][0] == item:
         row_bytes *= merged.pop()[1]
     if len(merged) > 2:
-        raise ValueError(f"the rows of a page, {row_bytes} bytes each, have {len(merged)} different strides: one or two are supported")
+        raise ValueError(f"the rows of a page ({row_bytes} bytes each) have {len(merged)} different strides, but Kvarts supports at most two")
     levels, packed = [], row_bytes
     for stride, count in reversed(merged):
         levels.append((count, packed, stride))
@@ -54,13 +55,13 @@ def rows_of(sizes, strides, item):
 
 
 def order_of(sizes, strides):
-    """How the bytes of a block follow each other: its dimensions and their sizes, the one that changes most slowly first."""
+    """The order of a block's bytes: its dimensions and their sizes, beginning with the dimension that changes most slowly."""
     return [[at, size] for _, at, size in sorted((-stride, at, size) for at, (size, stride) in enumerate(zip(sizes, strides)) if size > 1)]
 
 
 class Page(NamedTuple):
-    """A part of an engine's blocks: in which of its memories, where block zero begins there, bytes from one block to the next, and its
-    rows."""
+    """A part of an engine's blocks: index of the memory, offset of block zero in the memory, stride of the blocks in bytes, and the rows of a
+    block."""
 
     memory: int
     first: int
@@ -69,7 +70,7 @@ class Page(NamedTuple):
 
 
 class Device:
-    """Streams of a device, as torch has them. `computes`: the one that the engine computes on where that is not always the current one."""
+    """Torch's streams of a device. `computes`: the stream on which the engine computes, if that is not always the current stream."""
 
     def __init__(self, index, computes=None):
         import torch
@@ -80,15 +81,15 @@ class Device:
         self._before = None if computes is None else torch.cuda.Stream(index)
 
     def memory(self, whole):
-        """All bytes of a cache, as a lander takes them."""
+        """The memory of a cache, in the form that a lander takes."""
         return whole.data_ptr(), whole.numel()
 
     def now(self):
-        """The stream that the engine computes on."""
+        """The handle of the stream on which the engine computes."""
         return self._cuda.current_stream(self._index).cuda_stream
 
     def free(self):
-        """A stream behind which nobody uses pages that the engine has just given out."""
+        """A stream whose later work may overwrite pages that the engine has just allocated: earlier uses of the pages are queued before it."""
         if self._before is None:
             return self.now()
         self._before.wait_stream(self._computes)
@@ -100,17 +101,17 @@ class Device:
         landed.wait(layer, self.now())
 
     def behind(self):
-        """A stream of our own, behind what the engine's was given so far."""
+        """The connector's own stream; its later work runs after the work that is queued on the engine's stream now."""
         self._side.wait_stream(self._cuda.current_stream(self._index))
         return self._side.cuda_stream
 
     def join(self):
-        """What the engine computes from here on runs behind ours."""
+        """Makes later work of the engine run after the work that is queued on the connector's stream."""
         self._cuda.current_stream(self._index).wait_stream(self._side)
 
 
 class Processor:
-    """The same where the engine computes on the processor, in this very thread."""
+    """The interface of `Device` for an engine that computes on the processor, in the calling thread."""
 
     def __init__(self):
         self.device = gpu.Device("emulated")
@@ -139,10 +140,10 @@ class Processor:
 
 
 class Landing:
-    """Blocks on their way to the engine's pages, by group."""
+    """A copy of blocks to the engine's pages, by group."""
 
     def __init__(self, streams, number, slots, blocks, parts):
-        #: The engine's places, and how many blocks come to them.
+        #: The engine's slots, and the number of blocks that the copy writes to them.
         self.number, self.slots, self.blocks = number, slots, blocks
         self._streams, self._parts = streams, parts
 
@@ -155,7 +156,7 @@ class Landing:
 
 
 class Saving:
-    """Blocks on their way to the pool, by group: `layer` of each in their order, as far as they come, then `finish`."""
+    """A copy of blocks to the pool, by group. Call `layer` for the layers of each group in their order, then `finish`."""
 
     def __init__(self, streams, number, parts):
         self.number = number
@@ -164,7 +165,7 @@ class Saving:
         self._saved = []
 
     def layer(self, group, layer):
-        """This layer leaves, if all before it have: else at the end."""
+        """Queues the copy of this layer, if all earlier layers of the group are queued; otherwise `finish` queues it."""
         if self._next.get(group) == layer:
             self._leave(group, self._streams.behind())
 
@@ -185,20 +186,20 @@ class Saving:
 
 
 class Columned(NamedTuple):
-    """A group's pages in a worker's memories: of each of its columns that the worker has every layer, and of that the parts."""
+    """A group's pages in a worker's memories. `columns`: rank -> the pages of each layer, for the columns that this worker has."""
 
     number: int
     columns: dict
-    saves: bool  # whether it is this worker that saves them
+    saves: bool  # whether this worker saves the group
 
     @property
     def layers(self):
-        """How many there are."""
+        """The number of layers."""
         return len(next(iter(self.columns.values())))
 
 
 class Dock:
-    """Where a worker lands. `memories`: of its caches; `groups`: number -> `Columned`."""
+    """Lands and saves the blocks of a worker. `memories`: those of its caches; `groups`: number -> `Columned`."""
 
     def __init__(self, link, streams, memories, groups, ring_bytes=_RING_BYTES):
         self.streams = streams
@@ -206,11 +207,11 @@ class Dock:
         self._memories = [streams.memory(whole) for whole in memories]
         self._lander = self._memory = self._pages = self._wanted = self._why = None
         self._again = 0.0
-        #: The name of the pool that this worker has.
+        #: The name of the pool that this worker is attached to.
         self.name = None
 
     def attach(self, name, naming):
-        """Attaches to a pool, soon: in the link's thread."""
+        """Begins to attach to a pool, in the link's thread."""
         if name is None or name in (self._wanted, self.name) or time.monotonic() < self._again:
             return
 
@@ -222,20 +223,20 @@ class Dock:
         def failed(error):
             self._wanted, self._again = None, time.monotonic() + self._link.pause
             if str(error) != self._why:
-                logger.warning("kvarts: this worker cannot use the engine's pool: %s", error)
+                logger.warning("kvarts: this worker could not attach to the engine's pool and retries; until then no block is loaded or saved: %s", error)
             self._why = str(error)
 
         self._wanted = name
         self._link.do(attach, failed)
 
     def take(self, pages, memory):
-        """Takes a pool's memory; for the link's thread."""
+        """Uses a pool's memory from now on. Only the link's thread may call it."""
         lander = self._lander or gpu.Lander(self.streams.device, ring_bytes=self._ring_bytes)
         lander.pin(memory)
         self._lander, self._pages, self._memory = lander, pages, memory
 
     def _moves(self, stretches, slots):
-        """(group, of each column its blocks in the pool and its pages) of those groups that this worker has."""
+        """Yields (group, a pair for each column: its blocks in the pool, its pages) for the groups that this worker has."""
         for group, places in slots.items():
             if (mine := self._groups.get(group)) is not None:  # else of another stage of the pipeline
                 yield group, [self._move(group, rank, layers, stretches[group][rank], places) for rank, layers in mine.columns.items()]
@@ -246,7 +247,7 @@ class Dock:
         return own, self._lander.pages(self._pages, self._memories, parts, places, per_block=per_block, group=group, rank=rank)
 
     def land(self, number, stretches, slots):
-        """Begins to land blocks behind what the engine's stream was given so far."""
+        """Begins to land blocks, after the work that is queued on the engine's stream now."""
         after, parts, most = self.streams.free(), {}, 0
         for group, columns in self._moves(stretches, slots):
             parts[group] = self._lander.land(self._memory, columns, after=after)

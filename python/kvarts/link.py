@@ -1,4 +1,4 @@
-"""What the connectors share: a connection for which no engine waits, silence, and the name of a model's bytes."""
+"""Shared parts of the connectors: a connection that never blocks the engine, the detection of a silent server, and the identity of a model."""
 
 import dataclasses
 import enum
@@ -17,7 +17,7 @@ logger = logging.getLogger("kvarts")
 
 
 def token_of(file):
-    """The content of a token's file; `None` where none is named."""
+    """The content of the token's file; `None` if no file is configured."""
     if file is None:
         return None
     with open(file, encoding="utf-8") as text:
@@ -25,7 +25,7 @@ def token_of(file):
 
 
 def whole_number(extra, name, least):
-    """A setting of a connector; `least` where it is not set."""
+    """A setting of a connector: a whole number, `least` or more; `least` if it is not set."""
     value = extra.get(name, least)
     if type(value) is not int or value < least:
         raise ValueError(f"{name}: {value!r} is not valid: set a whole number, {least} or more")
@@ -33,28 +33,28 @@ def whole_number(extra, name, least):
 
 
 def seconds(extra, name, plain):
-    """A setting of a connector; `plain` where it is not set."""
+    """A setting of a connector, in seconds; `plain` if it is not set."""
     value = extra.get(name, plain)
     if type(value) not in (int, float) or not 0 <= value < 1e9:
-        raise ValueError(f"{name}: {value!r} is not valid: set seconds, 0 or more")
+        raise ValueError(f"{name}: {value!r} is not valid: set a number of seconds, 0 or more and below 1e9")
     return float(value)
 
 
-#: Bytes a second of a server that is there. What comes more slowly than that counts as silence.
+#: The lowest rate of a working server, in bytes a second. A slower server counts as silent.
 SLOWEST = 64 << 20
-#: Letters of a setting that an identity has as it is.
+#: The limit of characters of a setting in an identity. A longer setting is replaced by its digest.
 _LONG = 1024
-#: Bytes of a part of a large request: each part that comes is a sign of the server.
+#: Bytes of a part of a large request. Each part that arrives shows that the server works.
 PART = 16 << 20
 
 
 def allowed(timeout, nbytes):
-    """Seconds that a request of `nbytes` may take: it is silence that a timeout bounds, and not size."""
+    """Seconds that a request of `nbytes` may take. The timeout limits silence, so a larger request may take longer."""
     return timeout + nbytes / SLOWEST
 
 
 class Silence:
-    """Whether nothing has come for too long of what is under way, in parts."""
+    """Detects that no part of the requests under way has arrived for too long."""
 
     def __init__(self, timeout):
         self._timeout = timeout
@@ -63,7 +63,7 @@ class Silence:
 
     @property
     def nbytes(self):
-        """Bytes that are under way."""
+        """Bytes of the parts under way."""
         return sum(self._parts.values())
 
     def began(self, part, nbytes):
@@ -72,13 +72,13 @@ class Silence:
         self._parts[part] = nbytes
 
     def heard(self, part, good, reasons):
-        """An answer came. One that this process gave itself, because the time was over, is none of the server's."""
+        """Takes notice of the answer to a part. An answer that this process made itself at the deadline does not count as a sign of the server."""
         known = self._parts.pop(part, None) is not None
         if known and (good or any(not isinstance(error, (kvarts.Retry, kvarts.Deadline)) for error, _ in reasons.values())):
             self._heard_at = time.monotonic()
 
     def broken(self):
-        """The parts that are given up, once."""
+        """Returns the parts to give up, once, if the silence has lasted too long."""
         if not self._parts or time.monotonic() - self._heard_at <= allowed(self._timeout, max(self._parts.values())):
             return []
         parts, self._parts = list(self._parts), {}
@@ -86,22 +86,21 @@ class Silence:
 
 
 def reason_of(error):
-    """The name of an error, for counting."""
+    """The reason of an error, as counters name it."""
     return getattr(error, "reason", None) or type(error).__name__
 
 
 def of_server(error):
-    """Whether an error says that the server does not answer. One of a block that another process is storing right now (`InFlight`) is
-    an answer."""
+    """Whether an error means that the server does not answer. `InFlight` (another process is storing the block at this moment) is an answer."""
     return isinstance(error, (kvarts.Retry, kvarts.Deadline)) and error.reason not in ("Cancelled", "Closed", "InFlight")
 
 
 class Link:
-    """A client that a thread of this object connects, so that an engine starts and goes on while no server is there.
+    """A client that a thread of this object connects, so that an engine starts and continues without a server.
 
-    After an answer that means "the server is away", `away` is true for `pause` seconds: meanwhile the connectors ask nothing and
-    answer misses. The first request after that tries again. Puts that fail hold back puts (`puts_away`) and never loads: a server
-    that has more to write than it can is still one that reads."""
+    After an error that means "the server cannot be reached", `away` is true for `pause` seconds. Meanwhile the connectors send no
+    requests and answer misses. The first request after that tries again. Failed puts suspend only puts (`puts_away`), because a
+    server that is overloaded with writes can still serve reads."""
 
     def __init__(self, connect, pause):
         self._connect = connect
@@ -123,20 +122,20 @@ class Link:
         return time.monotonic() < max(self._away_until, self._puts_until)
 
     def failed(self, error):
-        """Takes notice of an error of a look-up or a load. Only one that says that the server does not answer counts."""
+        """Takes notice of an error of a look-up or a load. Only an error of a server that does not answer sets `away`."""
         if not of_server(error):
             return
         if not self._was_away:
-            logger.warning("kvarts: the server cannot be reached, the engine continues without it: %s", error)
+            logger.warning("kvarts: the server cannot be reached; the engine continues without it, and Kvarts retries: %s", error)
         self._was_away = True
         self._away_until = time.monotonic() + self.pause
 
     def put_failed(self, error):
-        """The same of a put."""
+        """Takes notice of an error of a put. Only an error of a server that does not answer suspends puts."""
         if not of_server(error):
             return
         if time.monotonic() >= self._puts_until + self.pause:
-            logger.warning("kvarts: the server refused to store blocks: %s", error)
+            logger.warning("kvarts: the server did not store blocks; Kvarts stores no blocks for %g seconds, then tries again: %s", self.pause, error)
         self._puts_until = time.monotonic() + self.pause
 
     def answered(self):
@@ -146,8 +145,8 @@ class Link:
         self._was_away = False
 
     def learn(self, good, reasons, put=False):
-        """Takes notice of the answer to a batch: whether anything of it went well, and `Completion.reasons`. A server that gave some of
-        it is there, also where the rest came too late, as blocks do that a bucket brings slowly."""
+        """Takes notice of the result of a batch. `good`: whether any key succeeded; `reasons`: `Completion.reasons`. A partial success counts as an
+        answer of the server, even if other blocks arrived too late, for example from a slow bucket."""
         if good or not reasons:
             self.answered()
             return
@@ -156,16 +155,16 @@ class Link:
             notice(error)
 
     def do(self, work, failed):
-        """Calls `work(client)` in the thread of this object, or `failed(error)` if that or connecting did not work."""
+        """Calls `work(client)` in the thread of this object, or `failed(error)` if the work or the connection failed."""
         self._work.put((work, failed))
 
     def then(self, work):
-        """Calls `work()` in the thread of this object behind what it was given before, also while the server is away."""
+        """Calls `work()` in the thread of this object, after all earlier work, also while the server is away."""
         self._work.put((lambda client: work(), None))
 
     def watch(self, look):
-        """Calls `look()` in the thread of this object again and again between its other work, until it says that there is nothing to look
-        for. It may wait for a moment. For that thread to call."""
+        """Calls `look()` in the thread of this object repeatedly, between its other work, until `look` returns false. `look` may wait for a moment.
+        Only the thread of this object may call this method."""
         self._watched = look
 
     def _next(self):
@@ -177,7 +176,7 @@ class Link:
             try:
                 is_watching = self._watched()
             except Exception:  # a defect here must not end the thread
-                logger.exception("kvarts: the thread that completes requests has ended")
+                logger.exception("kvarts: a defect in Kvarts ended the check for finished requests; report it")
                 is_watching = False
             if not is_watching:
                 self._watched = None
@@ -192,7 +191,7 @@ class Link:
                     work(None)
                     continue
                 if self.away:
-                    # Nothing was asked: it is no sign of the server.
+                    # No request was sent, so the error is no sign of the server.
                     failed(kvarts.Retry("the server is away"))
                     continue
                 if self._client is None:
@@ -203,7 +202,7 @@ class Link:
                 if failed is not None:
                     failed(error)
             except Exception as error:  # a defect here must not end the thread, and with it the engine's cache
-                logger.exception("kvarts: a request failed")
+                logger.exception("kvarts: a request failed because of a defect in Kvarts; report it")
                 if failed is not None:
                     failed(error)
 
@@ -213,11 +212,11 @@ class Link:
         except kvarts.Error as error:
             if isinstance(error, (kvarts.Retry, kvarts.Deadline)):
                 raise
-            # Whatever it is, no server answers: it is asked again later.
+            # Whatever the cause, there is no connection: it is retried later.
             raise kvarts.Retry(str(error), error.reason) from error
 
     def stop(self, timeout=10.0):
-        """Ends the thread: nothing is opened any more."""
+        """Ends the thread after its pending work. Work that is given later is not done."""
         self._work.put(None)
         self._thread.join(timeout)
 
@@ -228,7 +227,7 @@ class Link:
 
 
 def told(value):
-    """A setting as text that is the same in every process. Raises `ValueError` for what has no such text, as functions."""
+    """A setting as text that is the same in every process. Raises `ValueError` for a value without such a text, such as a function."""
 
     def other(value):
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -241,14 +240,14 @@ def told(value):
             return sorted(map(told, value))
         text = str(value)
         if callable(value) or " at 0x" in text:
-            raise ValueError(f"{value!r} has a different name in every process: replace it by the values that it sets")
+            raise ValueError(f"{value!r} has no text that is the same in every process: replace it by the values that it sets")
         return text
 
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=other)
 
 
 def brief(facts):
-    """Settings as an identity takes them: text, and of what is long or has odd characters a digest."""
+    """Settings as values of an identity: as text, or as a digest if the text is long, empty or has unusual characters."""
     found = {}
     for name, value in facts.items():
         text = str(value)
@@ -259,16 +258,16 @@ def brief(facts):
 
 
 def differing(value):
-    """The fields of a dataclass that are not as by default, as text: a field that a later version adds changes nothing."""
+    """The fields of a dataclass that differ from their defaults, as text. A field that a later version adds does not change the text."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
     plain = {field.name: field.default for field in dataclasses.fields(value)}
     return told([type(value).__name__, {name: one for name, one in fields.items() if one is not plain[name] and one != plain[name]}])
 
 
 def contract(engine, version, alike, *facts):
-    """The version of a layout: a digest over the rules by which an engine arranges bytes, as far as it tells them, and over its
-    version. `alike` names, for versions that were tried, the first one whose blocks are the same; builds and repackagings of one release
-    (`0.33.0+cu130`, `0.33.0.post1`) are that release."""
+    """The version of a layout: a digest over the known rules by which an engine arranges bytes, and over the engine's version. `alike` maps a
+    tested version to the first version with the same blocks. Builds and repackagings of a release (`0.33.0+cu130`, `0.33.0.post1`) count as
+    that release."""
     release = re.fullmatch(r"(\d+\.\d+\.\d+)(\.post\d+)?(\+.*)?", version)
     version = release[1] if release else version
     text = json.dumps([engine, alike.get(version, version), *(told(fact) for fact in facts)])
@@ -276,7 +275,7 @@ def contract(engine, version, alike, *facts):
 
 
 def _configuration_of_a_hub(model, revision):
-    """The file, where this machine has it."""
+    """The local copy of a hub model's configuration file, or `None`."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
@@ -287,7 +286,7 @@ def _configuration_of_a_hub(model, revision):
 
 
 def configuration_of(model, revision=None):
-    """A model's own configuration, of a directory or of the local copy of a model of a hub; `None` where there is none."""
+    """A model's own configuration, from its directory or from the local copy of a hub model; `None` if there is none."""
     file = os.path.join(model, "config.json") if os.path.isdir(model) else _configuration_of_a_hub(model, revision)
     try:
         with open(file, encoding="utf-8") as text:
@@ -297,9 +296,9 @@ def configuration_of(model, revision=None):
 
 
 def revision_of(model, revision=None):
-    """Which bytes a model is made of: `revision` if one is named; else the commit of the local copy of a model of a hub, or a
-    digest over the configuration and over name, size and time of every other file of a directory. Raises `ValueError` where
-    nothing says it: two revisions of a model must never share a cache."""
+    """The revision of a model's bytes. For a directory: a digest over `revision`, the configuration, and name, size and time of every
+    other file. For a model of a hub: the commit of the local copy, or else `revision`. Raises `ValueError` if the revision is
+    unknown: two revisions of a model must never share a cache."""
     if os.path.isdir(model):
         digest = hashlib.sha256((revision or "").encode())
         for place, _, names in sorted(os.walk(model)):
@@ -318,4 +317,4 @@ def revision_of(model, revision=None):
         return os.path.basename(os.path.dirname(file))
     if revision:
         return revision
-    raise ValueError(f"revision: the revision of {model!r} is unknown: set it")
+    raise ValueError(f"revision: the revision of {model!r} is unknown: set the setting revision to the model's commit or version")

@@ -1,20 +1,21 @@
-"""Kvarts as the second level of LMCache (multi-process mode): the object of a `native_plugin` adapter.
+"""Kvarts as the second level of LMCache (multi-process mode), as a `native_plugin` adapter.
 
     --l2-adapter '{"type": "native_plugin", "module_path": "kvarts.lmcache", "class_name": "Kvarts", "adapter_params":
         {"server": "/run/kvarts/kvarts.sock", "revision": "0e9e39f", "dtype": "bf16"}}'
 
-What holds:
+Guarantees:
 
-- A load gives the bytes that were stored under that key by the same model, revision, dtype and version of LMCache, or it is a
-  miss. LMCache's keys name the model, but neither its revision nor the type of its cache: that is why both must be given.
-- No call waits. Each batch is answered within `timeout` seconds and one more for every 64 MiB of it (half a second later at most),
-  also if the server has stopped; while it is away, look-ups and loads are misses and stores are dropped. It comes back by itself.
+- A load returns the bytes that the same model, revision, dtype and version of LMCache stored under that key, or it is a miss.
+  LMCache's keys name the model, but neither its revision nor the type of its cache. Both settings are therefore required.
+- No call waits. A batch ends within `timeout` seconds plus one second for every 64 MiB (half a second later at most), also if the
+  server has stopped. While the server cannot be reached, look-ups and loads are misses and stores are dropped. The connection is
+  restored without a restart.
 
-LMCache's memory is written to by the server's disks where it is a file in memory (`lmcache server --shm-name NAME`); else loads and
-stores are copied.
+If LMCache's memory is a file in memory (`lmcache server --shm-name NAME`), the server's disks write into it directly. Otherwise
+loads and stores are copied.
 
-An object is one page, and pages of one handle have one size, so there is one handle for each size. A look-up does not say the
-size: which ones a model has is written down in pages of their own (`_Sizes`), which are read once.
+An object is one page, and pages of one handle have one size, so there is one handle for each size. A look-up does not name the
+size of the object. Separate pages (`_Sizes`) therefore record the sizes of a model's objects.
 """
 
 import itertools
@@ -29,25 +30,25 @@ from .link import Link, allowed, contract, logger, token_of, whole_number
 from .lmcache_compat import probe, version
 from .shared import Pools
 
-#: Sizes of objects that one group of a model may have.
+#: The limit of different sizes of objects in one group of a model.
 _SIZES = 16
 _RECORD = 4096
-#: Seconds after which sizes are read again, because another process may have stored objects of a new one.
+#: Seconds after which the sizes are read again, because another process may have stored objects of a new size.
 _FRESH = 5.0
-#: Tokens of an object where LMCache's settings say nothing.
+#: Tokens of an object, by default.
 _CHUNK_TOKENS = 256
-#: Seconds after which the store is told again of an engine's times: one that was started anew does not know them.
+#: Seconds after which the engine's times are sent again, because a restarted store does not know them.
 _TOLD = 60.0
-#: A block that nobody has.
+#: The key of a block that is never stored.
 _NONE = kvarts.key("kvarts", "none")
 
 
 class _Unready(Exception):
-    """A handle or a list of sizes is not there yet: the thread of the link gets it."""
+    """A handle or a list of sizes is missing. The link's thread must get it."""
 
 
 class _Task:
-    """A batch of LMCache's, which may be several here."""
+    """A batch of LMCache. It may need several batches of Kvarts."""
 
     def __init__(self, future, kind, keys, buffers):
         self.future = future
@@ -59,17 +60,17 @@ class _Task:
         self.open = 0
 
     def answer(self):
-        """(future, ok, error, result for each key), as LMCache takes it."""
+        """The result in LMCache's form: (future, ok, error, result for each key)."""
         if self.kind == "exists":
             return self.future, True, "", self.results
-        # What is merely not there is no error of a delete.
+        # An absent object is no error of a delete.
         bad = next((error for error in self.errors if self.kind != "delete" or not isinstance(error, kvarts.Miss)), None)
         ok = all(self.results) if self.kind != "delete" else bad is None
         return self.future, ok, "" if bad is None else str(bad), self.results
 
 
 class _Sizes:
-    """Which sizes the objects of a model's group have, as records that all processes share: record n has the n-th size."""
+    """The sizes of the objects in a model's group, as records that all processes share: record n has the n-th size."""
 
     def __init__(self, pages, group):
         self._pages = pages
@@ -87,7 +88,7 @@ class _Sizes:
         return done.results
 
     def add(self, size):
-        """Writes a size down: the first free record, or the next one if another process had the same thought."""
+        """Writes a size into the first free record, or into the next one if another process has written that record meanwhile."""
         for _ in range(_SIZES):
             free = [n for n, here in enumerate(self.read()) if not here]
             if size in self.known:
@@ -97,18 +98,17 @@ class _Sizes:
             done = self._pages.put([self._keys[free[0]]], [b"%020d" % size + bytes(_RECORD - 20)])
             if not done.ok:
                 raise done.error
-        raise kvarts.Refused(f"the objects in one group of a model have more than {_SIZES} different sizes")
+        raise kvarts.Refused(f"the objects in one group of a model have more than {_SIZES} different sizes: objects of a further size cannot be stored")
 
 
 class Kvarts:
-    """What LMCache calls a native connector.
+    """A native connector of LMCache.
 
-    `server`, `token_file`: as for `kvarts.connect`. `revision`: of the model, or `{model: revision}`. `dtype`: of the KV cache.
-    `identity`: whatever else decides bytes (`{"quantisation": "fp8-v2"}`). `timeout`: seconds for each batch, beside those that
-    its bytes take. `pause`: seconds
-    for which a server that did not answer is left alone. `durable`: stores are acknowledged after a flush. `times`: what
-    `kvarts.Times` takes, for what the store takes objects to be worth: LMCache does not tell a plug-in of an engine's steps.
-    `chunk_tokens`: tokens of an object, as LMCache's `chunk_size` has it."""
+    `server`, `token_file`: as for `kvarts.connect`. `revision`: the model's revision, or `{model: revision}`. `dtype`: the type of the
+    KV cache. `identity`: other settings that determine the bytes (`{"quantisation": "fp8-v2"}`). `timeout`: seconds for each batch,
+    beside the time for its bytes. `pause`: seconds without requests after the server did not answer. `durable`: stores are
+    acknowledged after a flush. `times`: arguments of `kvarts.Times`, from which the store computes the value of objects; LMCache does
+    not report the engine's steps to a plug-in. `chunk_tokens`: tokens of an object, equal to LMCache's `chunk_size`."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Kvarts:
         self._timeout = float(timeout)
         self._durable = bool(durable)
         self._times = kvarts.Times(**times) if times else None
-        self._told = {}  # (model, size of objects) -> when the store is told of the times again
+        self._told = {}  # (model, size of objects) -> when the times are sent to the store again
         self._chunk_tokens = whole_number({"chunk_tokens": chunk_tokens}, "chunk_tokens", 1)
         self._version = version()
         probe(__name__)
@@ -195,7 +195,7 @@ class Kvarts:
         if buffers is not None and len(task.buffers) != len(task.keys):
             raise ValueError("memoryviews: the number of views differs from the number of keys")
         if self._closed or (self._link.puts_away if kind == "put" else self._link.away):
-            self._answer(task, kvarts.Retry("the server is away"))
+            self._answer(task, kvarts.Retry("the server cannot be reached; Kvarts retries after the pause"))
             return task.future
         try:
             self._begin(task, None)
@@ -204,7 +204,7 @@ class Kvarts:
         return task.future
 
     def _begin(self, task, client):
-        """Splits a batch by handles and submits it. Without a client it is `_Unready` where a handle is missing."""
+        """Splits a batch by handles and submits the parts. Without a client it raises `_Unready` if a handle is missing."""
         places = {}
         for at, key in enumerate(task.keys):
             model, _, group = key.split("@")[:3]
@@ -257,9 +257,9 @@ class Kvarts:
             os.eventfd_write(self._own, 1)
 
     def _answer(self, task, error):
-        """Answers a batch that did not begin."""
-        if not isinstance(error, (kvarts.Retry, kvarts.Deadline)):  # those are the link's to tell
-            logger.warning("kvarts: %s of %d objects could not be started: %s", task.kind, len(task.keys), error)
+        """Ends a batch that could not begin."""
+        if not isinstance(error, (kvarts.Retry, kvarts.Deadline)):  # the link logs those
+            logger.warning("kvarts: the %s of %d objects could not begin: %s", task.kind, len(task.keys), error)
         task.errors = [error]
         with self._lock:
             if not self._closed:
@@ -309,7 +309,7 @@ class Kvarts:
         return sizes
 
     def _tell_times(self, model, size, pages):
-        """Tells the store how long the engine computes what is in an object, where that is known. In the link's thread."""
+        """Sends the engine's times for an object to the store, if they are configured. Runs in the link's thread."""
         if self._times is not None and time.monotonic() >= self._told.get((model, size), 0.0):
             pages.match([_NONE], times=self._times)
             self._told[model, size] = time.monotonic() + _TOLD
@@ -317,7 +317,7 @@ class Kvarts:
     def _identity_of(self, model):
         revision = self._revision.get(model) if isinstance(self._revision, dict) else self._revision
         if not revision:
-            raise kvarts.Invalid(f"revision: the setting has no revision for {model!r}")
+            raise kvarts.Invalid(f"revision: the setting has no revision for {model!r}: add it")
         return dict(
             model=model,
             revision=str(revision),

@@ -1,11 +1,11 @@
-"""All that Kvarts' adapter knows of LMCache's versions: which of its methods LMCache calls. It imports nothing of LMCache."""
+"""The parts of Kvarts' adapter that depend on LMCache's version: the methods that LMCache calls. The module imports nothing of LMCache."""
 
 import importlib.metadata
 import logging
 
 from . import hooks
 
-#: Versions that were run with it.
+#: Versions that were tested with the adapter.
 TRIED = ("0.5.6",)
 _ADAPTERS = "lmcache.v1.distributed.l2_adapters"
 
@@ -31,5 +31,5 @@ def version():
 
 
 def probe(part):
-    """Tells what of LMCache is not as it is known, when it starts. It never raises."""
+    """Logs differences between the installed LMCache and the tested ones when LMCache starts. Never raises."""
     hooks.tell(ENGINE, part, logging.getLogger("kvarts"))

@@ -135,7 +135,7 @@ class Looked(unittest.TestCase):
         engine = hooks.Engine("engine", ("engine",), ("1",), (PART,))
         with mock.patch.object(hooks, "look", side_effect=RuntimeError("a defect")), self.assertLogs("kvarts", "ERROR") as logs:
             hooks.tell(engine, "ours", logging.getLogger("kvarts"))
-        self.assertIn("could not be checked", logs.output[0])
+        self.assertIn("could not check", logs.output[0])
 
     def test_an_engine_that_starts_is_told_of_its_own_connector_alone(self):
         other = PART._replace(module="other")
