@@ -192,7 +192,7 @@ class Link:
                     continue
                 if self.away:
                     # No request was sent, so the error is no sign of the server.
-                    failed(kvarts.Retry("the server is away"))
+                    failed(kvarts.Retry("the server cannot be reached; Kvarts retries after the pause"))
                     continue
                 if self._client is None:
                     self._client = self._first()

@@ -1,14 +1,14 @@
-"""The surface of Mooncake's `MooncakeDistributedStore` over a Kvarts server, for engines that import it by that name.
+"""The interface of Mooncake's `MooncakeDistributedStore` over a Kvarts server, for engines that import Mooncake's class by name.
 
     python -m kvarts.mooncake FOLDER
 
-writes a package `mooncake` of two small files into a folder that is named for it; with the folder in `PYTHONPATH` such an engine finds this
-class. Nothing takes that name by itself, and where the real package is installed nothing is written: its transfer engine would be hidden.
+writes a package `mooncake` of two small files into FOLDER. An engine with FOLDER in its `PYTHONPATH` imports this class in place of Mooncake's. If
+the real package is installed, the command writes nothing, because it would hide Mooncake's transfer engine.
 
-Which server: `kvarts:SERVER` in the place of the master's address (a socket's path, or `HOST:PORT`), else `$KVARTS_SERVER`.
+The server: `kvarts:SERVER` in place of the address of Mooncake's master (SERVER: the path of a socket, or `HOST:PORT`), else `$KVARTS_SERVER`.
 
-Values lie whole, as blocks of one page, under the identity of their size and the tenant; the rest of what decides their bytes is in the engine's own
-keys, which nothing here can check. Numbers that calls return are Mooncake's.
+Each value is one block of one page. Its identity consists of its size and the tenant. The engine's own keys must contain everything else that
+determines the bytes; Kvarts cannot check that. Return codes are Mooncake's.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ TRANSFER_FAIL = -800
 RPC_FAIL = -900
 RPC_TIMEOUT = -901
 
-#: What each kind of error is in Mooncake's numbers.
+#: Kinds of errors, and Mooncake's codes for them.
 _CODES = {
     "miss": OBJECT_NOT_FOUND,
     "retry": RPC_FAIL,
@@ -47,18 +47,18 @@ _CODES = {
     "read_only": WRITE_FAIL,
     "bug": INTERNAL_ERROR,
 }
-#: Sizes of values that one tenant may have: each is a model to the server, and a look-up that finds nothing asks for all of them.
+#: The limit of different sizes of a tenant's values. Each size is a model on the server, and the look-up of an absent key searches all sizes.
 SIZES_MAX = 64
-#: Seconds after which the server is asked anew which sizes there are, where a key was not found.
+#: Seconds after which the look-up of an absent key reads the list of sizes from the server again.
 REFRESH = 1.0
-#: Keys of one request.
+#: The limit of keys in one request.
 _BATCH = 8192
 _SERVER = "kvarts:"
 _LAYOUT = "value-"
 
 
 class ReplicateConfig:
-    """Terms of a put. A server keeps one copy and evicts by its own rules: what is said here changes nothing, and a hard pin is refused."""
+    """Options of a put. A Kvarts server keeps one copy and evicts by its own rules, so the options have no effect; a put with a hard pin fails."""
 
     def __init__(self):
         self.replica_num = 1
@@ -76,7 +76,7 @@ def _code(error):
 
 
 def _is_of_host(address, size):
-    """Whether all of it is memory of this process: an address on a device is none that can be read here."""
+    """Whether the whole range is writable memory of this process, and not memory of a device."""
     end = address
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
@@ -90,7 +90,7 @@ def _is_of_host(address, size):
 
 
 class _Values:
-    """Values of a tenant: a handle for each size that there is."""
+    """The values of a tenant, with a handle for each size of values."""
 
     def __init__(self, client, tenant):
         self._client, self._tenant = client, tenant
@@ -99,13 +99,13 @@ class _Values:
         self._asked_at = None
 
     def of(self, size, is_stored=False):
-        """The handle on values of this size. `is_stored`: the server has some."""
+        """The handle on values of this size. `is_stored`: the server has values of this size already."""
         with self._lock:
             if size not in self._handles:
                 if not 0 < size:
-                    raise kvarts.Invalid("the value is empty")
+                    raise kvarts.Invalid("the value is empty: a value must have at least one byte")
                 if len(self._handles) >= SIZES_MAX and not is_stored:
-                    raise kvarts.Invalid(f"the values have more than {SIZES_MAX} different sizes")
+                    raise kvarts.Invalid(f"the tenant's values already have {SIZES_MAX} different sizes: a value of another size cannot be stored")
                 identity = dict(model="mooncake", revision=self._tenant, dtype="bytes", engine="mooncake", layout=f"{_LAYOUT}{size}")
                 self._handles[size] = self._client.pages(size, **identity, durable=True)
             return self._handles[size]
@@ -115,7 +115,8 @@ class _Values:
             return list(self._handles)
 
     def refresh(self, now=False):
-        """Learns which sizes others have stored; whether there is a new one. It asks once in `REFRESH` seconds, or `now`."""
+        """Reads from the server which sizes other processes have stored, at most once in `REFRESH` seconds or `now`. Returns whether there is a
+        new size."""
         with self._asking:
             if not now and self._asked_at is not None and time.monotonic() < self._asked_at + REFRESH:
                 return False
@@ -129,12 +130,12 @@ class _Values:
         return bool(new)
 
     def sizes_of(self, key):
-        """All sizes under which there is a value of this key: as a rule one, and two where processes stored it at the same time."""
+        """All sizes under which the key has a value: usually one, and two if two processes stored the key at the same time."""
         self.refresh(now=True)
         return [size for size in self.sizes() if self.of(size).exists([key])[0]]
 
     def find(self, keys):
-        """The size of each value; `None` where there is none."""
+        """The size of each key's value; `None` for an absent key."""
         found = self._look(keys, self.sizes())
         if None in found:
             before = set(self.sizes())
@@ -157,7 +158,7 @@ class _Values:
 
 
 class MooncakeDistributedStore:
-    """A server's values by their names. Calls wait, and may come from any thread. What goes wrong is a negative number, never an exception."""
+    """Values on a server, by key. Calls wait, and may come from any thread. They return a negative number for an error and raise no exception."""
 
     def __init__(self):
         self._client = self._values = None
@@ -182,7 +183,7 @@ class MooncakeDistributedStore:
         enable_ssd_offload=False,
         ssd_offload_path=None,
     ):
-        """Connects. Of what Mooncake's own set-up is told, the master's address and the tenant count; the server decides the rest."""
+        """Connects to the server. Of Mooncake's arguments only the master's address and the tenant have an effect."""
         if isinstance(local_hostname, dict):
             wanted = local_hostname
             master_server_addr = wanted.get("master_server_addr", wanted.get("master_server_address", ""))
@@ -192,14 +193,14 @@ class MooncakeDistributedStore:
         if (master_server_addr or "").startswith(_SERVER):
             server = master_server_addr[len(_SERVER) :]
         if not server:
-            logger.error("kvarts: the server is not configured: set KVARTS_SERVER, or write kvarts:SERVER for the address of Mooncake's master")
+            logger.error("kvarts: no server is configured: set KVARTS_SERVER, or set the address of Mooncake's master to kvarts:SERVER")
             return INVALID_PARAMS
         try:
             client = kvarts.connect(server)
             values = _Values(client, tenant_id)
             values.refresh()
         except kvarts.Error as error:
-            logger.error("kvarts: %s", error)
+            logger.error("kvarts: could not connect to the server: %s", error)
             return _code(error)
         self._client, self._values, self._hostname = client, values, local_hostname
         return 0
@@ -218,7 +219,7 @@ class MooncakeDistributedStore:
     # Memory.
 
     def register_buffer(self, buffer_ptr, size):
-        """Makes memory known, which stays mapped until it is unregistered. Where it is a file in memory the server's disks write into it."""
+        """Registers memory, which must stay mapped until it is unregistered. If it is a file in memory, the server's disks write into it directly."""
         if self._client is None or size <= 0:
             return INVALID_PARAMS
         if not _is_of_host(buffer_ptr, size):
@@ -230,7 +231,7 @@ class MooncakeDistributedStore:
             try:
                 memory = adopt(self._client, (ctypes.c_char * size).from_address(buffer_ptr))
             except kvarts.Error as error:
-                logger.error("kvarts: %s", error)
+                logger.error("kvarts: could not register the memory: %s", error)
                 return _code(error)
             self._buffers[buffer_ptr] = (size, memory)
         return 0
@@ -256,7 +257,7 @@ class MooncakeDistributedStore:
         return self.batch_put_from([key], [buffer_ptr], [size], config)[0]
 
     def batch_put_from(self, keys, buffer_ptrs, sizes, config=None):
-        """0 for each value that is stored, now or already: one that is there stays as it is, whatever its size."""
+        """Returns 0 for each value that is stored, now or before. A value that was stored before does not change, whatever its size."""
         if not len(keys) == len(buffer_ptrs) == len(sizes):
             return [INVALID_PARAMS] * len(keys)
         known = [self._is_known(address, size) for address, size in zip(buffer_ptrs, sizes)]
@@ -266,7 +267,7 @@ class MooncakeDistributedStore:
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
     def batch_get_into(self, keys, buffer_ptrs, sizes):
-        """The bytes of each value that is complete and verified in its memory, which may be longer than the value."""
+        """Returns the number of bytes of each value that is complete and verified in its memory. The memory may be longer than the value."""
         if not len(keys) == len(buffer_ptrs) == len(sizes):
             return [INVALID_PARAMS] * len(keys)
         codes = [INVALID_PARAMS] * len(keys)
@@ -276,7 +277,7 @@ class MooncakeDistributedStore:
         return codes
 
     def batch_put_from_multi_buffers(self, keys, all_buffer_ptrs, all_sizes, config=None):
-        """The same of values that are several pieces of memory, one after the other. They are put together in memory of this process."""
+        """Puts values that consist of several pieces of memory, one after the other. This process first copies the pieces together."""
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
             return [INVALID_PARAMS] * len(keys)
         values, known = [], []
@@ -287,14 +288,14 @@ class MooncakeDistributedStore:
         return self._put(keys, values, [len(value) for value in values], known, config)
 
     def batch_get_into_multi_buffers(self, keys, all_buffer_ptrs, all_sizes, prefer_alloc_in_same_node=False):
-        """The same into several pieces of memory, which together have the bytes of the value."""
+        """Gets values into several pieces of memory each. The pieces together must be as long as the value."""
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
             return [INVALID_PARAMS] * len(keys)
         codes = [INVALID_PARAMS] * len(keys)
         known = [at for at in range(len(keys)) if self._are_known(all_buffer_ptrs[at], all_sizes[at])]
         whole = {at: bytearray(sum(all_sizes[at])) for at in known}
         for at, code in zip(known, self._get([(keys[at], whole[at], len(whole[at])) for at in known])):
-            # Memory that is longer than the value is refused here, as there.
+            # Mooncake, too, refuses memory that is longer than the value here.
             codes[at] = TRANSFER_FAIL if 0 < code < len(whole[at]) else code
             if codes[at] < 0:
                 continue
@@ -322,7 +323,7 @@ class MooncakeDistributedStore:
         return self._put(keys, values, [len(value) for value in values], [True] * len(keys), config)
 
     def get(self, key):
-        """The value; no bytes where there is none."""
+        """Returns the value; no bytes for an absent key or an error."""
         return self.get_batch([key])[0]
 
     def get_batch(self, keys):
@@ -337,7 +338,7 @@ class MooncakeDistributedStore:
     # What is there.
 
     def _sizes(self, keys):
-        """The size of each value, or why it is not known."""
+        """The size of each value, or a code for the error."""
         if self._values is None:
             return [INVALID_PARAMS] * len(keys)
         try:
@@ -349,14 +350,14 @@ class MooncakeDistributedStore:
         return self.batch_is_exist([key])[0]
 
     def batch_is_exist(self, keys):
-        """1 for each value that can be read now, 0 for one that is not there, -1 where that is not known."""
+        """Returns for each key 1 if its value can be read now, 0 if it is absent, and -1 if that is unknown."""
         return [1 if size > 0 else 0 if size == OBJECT_NOT_FOUND else -1 for size in self._sizes(keys)]
 
     def get_size(self, key):
         return self._sizes([key])[0]
 
     def remove(self, key, force=False):
-        """0 if it was there; it does not come back."""
+        """Deletes a value for good. Returns 0 if the value was stored."""
         if self._values is None:
             return INVALID_PARAMS
         try:
@@ -368,7 +369,7 @@ class MooncakeDistributedStore:
         return _code(failed.error) if failed is not None else 0 if done else OBJECT_NOT_FOUND
 
     def remove_all(self, force=False):
-        """Deletes every value of the tenant; how many there were."""
+        """Deletes every value of the tenant; returns the number of deleted values."""
         if self._values is None:
             return INVALID_PARAMS
         try:
@@ -384,11 +385,11 @@ class MooncakeDistributedStore:
         if self._values is None or getattr(config, "with_hard_pin", False):
             return codes
         try:
-            # One that is there under another size stays, too: so say engines that put what they have not looked for.
+            # A value that is stored under another size stays, too: engines put keys without a look-up.
             there = self._values.find(keys) if self._values.refresh() or len({*self._values.sizes(), *sizes}) > 1 else [None] * len(keys)
             first = {}
             for at, key in enumerate(keys):
-                # Of a key that stands again the first one counts.
+                # For a repeated key, its first value counts.
                 if known[at] and first.setdefault(key, at) != at:
                     there[at] = sizes[first[key]]
             for size in {size for size, is_known in zip(sizes, known) if is_known}:
@@ -404,17 +405,17 @@ class MooncakeDistributedStore:
             for at, key in enumerate(keys):
                 codes[at] = codes[first[key]] if known[at] else codes[at]
         except kvarts.Error as error:
-            logger.warning("kvarts: %s", error)
+            logger.warning("kvarts: a put of %d values failed: %s", len(keys), error)
             return [_code(error)] * len(keys)
         return codes
 
     def _get(self, wanted):
-        """Reads values by key into places of at least their sizes; gives their sizes, or why not."""
+        """Reads values into places that are at least as long. Returns the sizes of the values, or codes for errors."""
         codes = [OBJECT_NOT_FOUND] * len(wanted)
         if self._values is None:
             return [INVALID_PARAMS] * len(wanted)
         try:
-            # As a rule a place is as long as its value; of what is not found there it is asked where it is.
+            # Usually a place is as long as its value. For the other keys the size is looked up.
             exact = [(at, size) for at, (_, _, size) in enumerate(wanted)]
             missed = self._read(wanted, exact, codes)
             if missed:
@@ -424,12 +425,12 @@ class MooncakeDistributedStore:
                     codes[at] = INVALID_PARAMS if size > wanted[at][2] else codes[at]
                 self._read(wanted, [(at, size) for at, size in found if size < wanted[at][2]], codes)
         except kvarts.Error as error:
-            logger.warning("kvarts: %s", error)
+            logger.warning("kvarts: a get of %d values failed: %s", len(wanted), error)
             return [_code(error)] * len(wanted)
         return codes
 
     def _read(self, wanted, places, codes):
-        """Reads each of these values as one of this size; gives those that are not there."""
+        """Reads values of the given sizes. Returns the positions of absent values."""
         missed = []
         for size in sorted({size for _, size in places}):
             left = [at for at, one in places if one == size]
@@ -444,7 +445,7 @@ class MooncakeDistributedStore:
                     error = errors.get(place)
                     codes[at] = size if error is None else _code(error)
                     if error is not None and error.reason == "Duplicate":
-                        # A key that stands again has memory of its own, and comes with the next request.
+                        # A repeated key has its own memory: the next request reads it.
                         left.append(at)
                     elif isinstance(error, kvarts.Miss):
                         missed.append(at)
@@ -452,21 +453,22 @@ class MooncakeDistributedStore:
 
     @staticmethod
     def _first(wanted, size):
-        """The first bytes of a place."""
+        """The first `size` bytes of a place."""
         _, place, _ = wanted
         return place if isinstance(place, int) else memoryview(place)[:size]
 
 
 def write(folder):
-    """Writes the package `mooncake` into a folder. Raises `FileExistsError` where the real one is installed, or another is there."""
+    """Writes the package `mooncake` into a folder. Raises `FileExistsError` if the real package is installed, or the folder has another package of
+    that name."""
     package = os.path.join(folder, "mooncake")
     real = importlib.util.find_spec("mooncake")
     if real is not None and os.path.realpath(os.path.dirname(real.origin or "")) != os.path.realpath(package):
-        raise FileExistsError(f"the package mooncake is installed: {real.origin}")
+        raise FileExistsError(f"the real package mooncake is installed ({real.origin}): uninstall it, or use a Python environment without it")
     told = '"""Kvarts in the place of Mooncake\'s store, written by `python -m kvarts.mooncake`."""\n'
     files = {"__init__.py": told, "store.py": told + "from kvarts.mooncake import MooncakeDistributedStore, ReplicateConfig  # noqa: F401\n"}
     if os.path.isdir(package) and set(os.listdir(package)) - set(files) - {"__pycache__"}:
-        raise FileExistsError(f"the folder {package} has another package")
+        raise FileExistsError(f"the folder {package} has files of another package: name another folder")
     os.makedirs(package, exist_ok=True)
     for name, text in files.items():
         with open(os.path.join(package, name), "w", encoding="utf-8") as file:

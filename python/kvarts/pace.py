@@ -1,10 +1,10 @@
-"""How fast blocks came lately, where that was too slow to pay.
+"""The rate of slow stages: loads that took longer than computing would have taken.
 
-A plan knows a disk by the reads that ended. Of one that answers late or not at all it goes on to expect what it was before, and each request would
-wait for that anew. So what a stage had to be cut short for is remembered for a while; then the plan is believed once more.
+The planner measures a disk only by reads that have ended. If a disk suddenly answers late or not at all, the planner still assumes its earlier rate,
+and each request would wait for it. The rate of a stage that was cut short is therefore remembered for a while and limits later plans.
 """
 
-#: Seconds for which a slow stage is remembered, the first time; each further one doubles it, up to the second number.
+#: Seconds for which a slow stage is remembered: the first time, and at most. Each further slow stage doubles the time.
 _FIRST, _MOST = 5.0, 320.0
 
 
@@ -13,14 +13,14 @@ class Pace:
         self._rate, self._until, self._wait = 0.0, 0.0, _FIRST
 
     def was_slow(self, nbytes, seconds, now):
-        """Of what a request waited for so many bytes came in so many seconds."""
+        """Takes notice that only `nbytes` of a stage arrived in `seconds`, before the stage was cut short."""
         self._rate, self._until = nbytes / max(seconds, 1e-6), now + self._wait
         self._wait = min(2 * self._wait, _MOST)
 
     def was_good(self):
-        """All of it came, in less time than it would have taken to compute."""
+        """Takes notice that all of a stage arrived, in less time than computing would have taken."""
         self._until, self._wait = 0.0, _FIRST
 
     def pays(self, nbytes, milliseconds, now):
-        """Whether so many bytes are expected in less time than computing takes."""
+        """Whether `nbytes` are expected to arrive within the `milliseconds` that computing takes."""
         return now >= self._until or 1000 * nbytes <= milliseconds * self._rate

@@ -1,6 +1,6 @@
-"""Chains that are held against eviction because requests asked for it.
+"""Protects chains from eviction for requests that set `pin`.
 
-A chain has one lease, however many requests ask for it, because a server counts each lease in full. All of this runs in the link's thread.
+A chain has one lease for all of its requests, because the server counts each lease in full. All methods run in the link's thread.
 """
 
 import time
@@ -13,7 +13,7 @@ class Pins:
         self._leases = {}  # last key of a chain -> (lease, blocks, when it ends)
 
     def hold(self, pages, keys, seconds):
-        """Holds of this chain what can be restored now, for so long at least; how many leading blocks that is."""
+        """Holds the blocks of this chain that can be restored now, for at least `seconds`; returns the number of these leading blocks."""
         now = time.monotonic()
         for key in [key for key, (*_, until) in self._leases.items() if until <= now]:
             del self._leases[key]
@@ -32,7 +32,7 @@ class Pins:
         return blocks
 
     def _end_covered(self, keys, until):
-        """What is held no longer than a chain that has it."""
+        """Ends leases of shorter chains that this chain covers for at least as long."""
         for key in [key for key, (*_, ends) in self._leases.items() if key in keys and ends <= until]:
             self._leases.pop(key)[0].end()
 
@@ -41,6 +41,6 @@ class Pins:
         try:
             lease.renew(seconds)
         except (kvarts.Refused, kvarts.Invalid, kvarts.Miss):
-            # It ended, or the server was started again and knows nothing of it.
+            # The lease has ended, or the server was restarted.
             return False
         return True

@@ -1,9 +1,9 @@
-"""What an engine that is installed has of the hooks that Kvarts' connectors use.
+"""Checks whether an installed engine has the interfaces that Kvarts' connectors use.
 
     python -m kvarts.probe vllm|sglang|lmcache [--place DIR] [--json]
 
-Nothing of the engine is imported or started. `--place`: the directory (`site-packages`) that has the engine, where it is not this Python's. Exit
-codes: 0 the connectors find what they need; 1 they do not, or the engine is not there; 2 wrong arguments."""
+The check imports and starts nothing of the engine. `--place`: the directory (`site-packages`) that contains the engine (default: this Python's). Exit
+codes: 0: the engine has all required interfaces; 1: it lacks one, or the engine is not installed; 2: wrong arguments."""
 
 import argparse
 import importlib
@@ -37,9 +37,9 @@ def document(report):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="kvarts.probe", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("engine", choices=ENGINES)
-    parser.add_argument("--place", metavar="DIR", help="the directory that has the engine's package")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("engine", choices=ENGINES, help="the engine to check")
+    parser.add_argument("--place", metavar="DIR", help="the directory (site-packages) that contains the engine's package [this Python's]")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     given = parser.parse_args(arguments)
     engine = engine_of(given.engine)
     report = hooks.look(engine, given.place)
@@ -51,7 +51,7 @@ def main(arguments=None):
 
 
 def _good(engine, report):
-    """Connectors of which there is nothing to tell."""
+    """Lines for the connectors without findings."""
     if report.version is None:
         return []
     return [f"{part.module}: the engine has all interfaces that the connector needs" for part in engine.parts if not report.of(part.module)]

@@ -148,7 +148,7 @@ class Heads(unittest.TestCase):
         for what, cache, ranks, ranges, more in (
             ("set one of 1, 2, 4, 8", sliced(wholes(1), 0, 1), 1, 3, {}),
             ("set one of 4, 8", sliced(wholes(1), 0, 4), 4, 2, {}),
-            ("0 is not a number", sliced(wholes(1), 0, 1), 1, 0, {}),
+            ("0 is not valid", sliced(wholes(1), 0, 1), 1, 0, {}),
             ("1 heads for every layer", sliced(wholes(1, 2), 0, 4), 4, 1, {}),
             ("number of heads of the draft", sliced(wholes(1, 2), 0, 4), 4, 2, draft),
             ("pool kv is not split by heads", other, 1, 2, {}),
