@@ -1,10 +1,11 @@
-"""`python -m kvarts.route`: a reference proxy before engines that speak OpenAI's HTTP interface, which sends each request to where its prefix is.
+"""`python -m kvarts.route`: a reference proxy for engines with OpenAI's HTTP interface. It sends each request to the engine whose store has the prefix.
 
     $ python -m kvarts.route --engine http://10.0.0.1:8000,server=10.0.0.1:7440 --engine http://10.0.0.2:8000,server=10.0.0.2:7440
 
-It passes on `/v1/completions`, `/v1/chat/completions` and `/v1/models`, answers as they come, byte for byte. It keeps nothing but what is under way. An engine
-that fails before the first byte of its answer is left out for a while, and the request goes to another one; after that byte the client gets
-the answer as it broke off. `/health` says whether there is an engine, `/status` what went where, and why, and `/metrics` the same for Prometheus.
+The proxy forwards `/v1/completions`, `/v1/chat/completions` and `/v1/models`, and streams answers byte for byte. It keeps only the state of requests
+under way. If an engine fails before the first byte of its answer, the proxy excludes the engine for a while and sends the request to another engine.
+If the engine fails later, the client receives the incomplete answer. `/health` reports whether an engine is available, `/status` the numbers of
+requests by engine and reason, and `/metrics` the same for Prometheus.
 """
 
 import argparse
@@ -23,13 +24,13 @@ from . import route_metrics
 from .route_choice import PAUSE, Chooser, Choice, Engine, Prompt, Server, Turn
 
 _PATHS = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET", "/health": "GET", "/status": "GET", "/metrics": "GET"}
-#: Answers of an engine that another one may give better.
+#: Statuses after which the proxy tries another engine.
 _FAILED = (502, 503, 504)
-#: The longest answer to a tokenisation or of a prefill, and the most tokens of a prompt.
+#: The limit of bytes of a tokenisation's or a prefill's answer, and the limit of tokens of a prompt.
 _ANSWER_MAX, _TOKENS_MAX = 64 << 20, 1 << 22
 #: Seconds for a tokenisation.
 _TOKENIZE_TIMEOUT = 5.0
-#: Seconds that requests under way have at a stop.
+#: Seconds that requests under way may still take when the proxy stops.
 _STOP = 10.0
 
 
@@ -55,12 +56,12 @@ class Proxy:
     # Connections.
 
     async def serve(self, reader, writer):
-        """One connection: one request."""
+        """Serves one connection, with one request."""
         task = asyncio.current_task()
         self._open.add(task)
         try:
             if len(self._open) > self.settings.connections:
-                raise http.Refused(503, "the proxy has reached its limit of connections", "overloaded_error")
+                raise http.Refused(503, f"the proxy has reached its limit of {self.settings.connections} connections (--connections): retry later", "overloaded_error")
             request = await http.read_head(reader)
             if request is not None:
                 await self._with_body(request, reader, writer)
@@ -70,7 +71,7 @@ class Proxy:
         except http.Gone:
             self.gone += 1
         except http.Lost:
-            # The client has to see that the answer is not whole.
+            # The client must see that the answer is incomplete.
             self.broken += 1
             writer.transport.abort()
         except OSError:
@@ -97,7 +98,7 @@ class Proxy:
     async def _handled(self, request, reader, writer):
         method = _PATHS.get(request.path)
         if method is None:
-            raise http.Refused(404, f"{request.path[:200]} is not a path of this proxy")
+            raise http.Refused(404, f"{request.path[:200]} is not a path of this proxy; its paths are {', '.join(_PATHS)}")
         if request.method != method:
             raise http.Refused(405, f"{request.path} supports only {method}")
         if request.path == "/status":
@@ -147,14 +148,14 @@ class Proxy:
         await self._answered(request, fields, data, choices, writer)
 
     async def _choices(self, prompt, engines):
-        """The engine that was chosen, and behind it the others, for the case that it fails."""
+        """The chosen engine, followed by the other engines in case that it fails."""
         choice = await self.chooser.choose(prompt, engines)
         rest = sorted((engine for engine in engines if engine is not choice.engine), key=Engine.load)
         return [choice, *(Choice(engine, "again", choice.ms) for engine in rest)]
 
     async def _answered(self, request, fields, data, choices, writer):
-        """The answer of the first of these that gives one, as it comes."""
-        why = "there is no engine"
+        """Streams the answer of the first engine that answers."""
+        why = "no engine is configured for this request"
         for tried, choice in enumerate(choices):
             self.retried += tried > 0
             turn = Turn(choice.engine, choice.ms)
@@ -196,12 +197,12 @@ class Proxy:
 
     @staticmethod
     def _count(counts, name):
-        # Reasons that engines give are not trusted to be few.
+        # The number of different reasons is limited, because they come from engines.
         name = name if name in counts or len(counts) < 32 else "other"
         counts[name] = counts.get(name, 0) + 1
 
     async def _prefilled(self, request, fields, body, prompt, prefills):
-        """What the engine that prefills hands over, or `None`: then the one that decodes computes all of it."""
+        """Has an engine prefill the prompt. Returns the parameters for the decoding engine, or `None`: that engine then computes the whole prompt."""
         asked = {name: value for name, value in body.items() if name != "stream_options"}
         asked.update(max_tokens=1, stream=False, kv_transfer_params={**_terms_of(body), "do_remote_decode": True})
         if "max_completion_tokens" in body:
@@ -217,7 +218,7 @@ class Proxy:
                 finally:
                     answered.close()
                 if answered.status != 200:
-                    # What is wrong with the request the one that decodes says.
+                    # The decoding engine reports the error of the request.
                     self._count(choice.engine.failed, f"prefill answered {answered.status}")
                     self._count(choice.engine.failures, "prefill")
                     return None
@@ -233,11 +234,11 @@ class Proxy:
     # Prompts.
 
     async def _prompt(self, path, body):
-        """A request's prompt in tokens, as an engine has them, or where none says them as text."""
+        """A request's prompt: as the engines' tokens, or as text if no engine tokenises it."""
         chat = path.endswith("chat/completions")
         given = body.get("messages" if chat else "prompt")
         if not chat and isinstance(given, list) and given and not all(isinstance(one, int) for one in given):
-            # Several prompts in one request go where the first one does.
+            # The first of several prompts decides.
             given = given[0]
         text = given if isinstance(given, str) else json.dumps(given)
         model = body.get("model") if isinstance(body.get("model"), str) else ""
@@ -277,7 +278,7 @@ class Proxy:
         }
 
     async def stop(self):
-        """Requests under way have a while."""
+        """Waits up to `_STOP` seconds for requests under way, then cancels them."""
         tasks = [task for task in self._open if task is not asyncio.current_task()]
         if tasks:
             # ends: after `_STOP` seconds
@@ -290,14 +291,14 @@ class Proxy:
 
 
 def _tokens(given):
-    """Tokens, if that is what they are."""
+    """`given` if it is a list of tokens, else `None`."""
     if not isinstance(given, list) or not given or len(given) > _TOKENS_MAX:
         return None
     return given if all(type(one) is int and 0 <= one < 1 << 32 for one in given) else None
 
 
 def _terms_of(body):
-    """What a request itself says of its blocks, which holds on both engines."""
+    """A request's own `kv_transfer_params`, which apply to both engines."""
     terms = body.get("kv_transfer_params")
     return terms if isinstance(terms, dict) else {}
 
@@ -306,7 +307,7 @@ def _engine(text):
     url, *rest = text.split(",")
     place = urllib.parse.urlsplit(url)
     if place.scheme not in ("http", "https") or not place.hostname:
-        raise argparse.ArgumentTypeError(f"{url!r} is not an http:// or https:// address")
+        raise argparse.ArgumentTypeError(f"{url!r} is not an http:// or https:// address, such as http://10.0.0.1:8000")
     server, role = None, "both"
     for one in rest:
         name, _, value = one.partition("=")
@@ -315,12 +316,12 @@ def _engine(text):
         elif name == "role" and value in ("prefill", "decode", "both"):
             role = value
         else:
-            raise argparse.ArgumentTypeError(f"{one!r}: write server=HOST:PORT, server=SOCKET, or role=prefill, decode or both")
+            raise argparse.ArgumentTypeError(f"{one!r} is not valid: write server=HOST:PORT, server=SOCKET, role=prefill, role=decode or role=both")
     return url, server, role
 
 
 def _times(text):
-    """A file of samples, or MODEL@DEVICE or MODEL@DEVICExN of the planner's tables."""
+    """A file of samples, or MODEL@DEVICE or MODEL@DEVICExN from the planner's tables."""
     try:
         if "@" in text:
             model, _, device = text.partition("@")
@@ -339,48 +340,49 @@ def _namespace(text):
     except ValueError:
         found = b""
     if len(found) != 32:
-        raise argparse.ArgumentTypeError("a namespace has 64 hexadecimal digits")
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a namespace: write 64 hexadecimal digits")
     return found
 
 
 def _listen(text):
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65_535:
-        raise argparse.ArgumentTypeError("write HOST:PORT")
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not valid: write HOST:PORT, such as 127.0.0.1:8080")
     return host.strip("[]"), int(port)
 
 
 def arguments():
     parser = argparse.ArgumentParser(
         prog="python -m kvarts.route",
-        description="A reference proxy before engines that speak OpenAI's HTTP interface: it sends each request to the engine whose store has its prefix.",
+        description="A reference proxy for engines with OpenAI's HTTP interface: it sends each request to the engine whose store has the prefix.",
     )
     of = parser.add_argument
     of("--engine", dest="engines", action="append", type=_engine, required=True, metavar="URL[,server=S][,role=R]",
-       help="an engine; S: the Kvarts server beside it, as HOST:PORT or the path of its socket; R: prefill, decode or both [both]. "
-            "With engines of the role prefill, each request is sent to one of them first, and then to one that decodes")
+       help="an engine (repeat the option for each engine); S: the Kvarts server beside the engine, as HOST:PORT or the path of its socket; R: prefill, "
+            "decode or both [both]. If an engine has the role prefill, each request goes to such an engine first, and then to an engine that decodes")
     of("--policy", choices=["cost", "owner", "round-robin", "random"], default="cost",
-       help="cost: the least time to the first token, as the Kvarts server counts it from stores, queues and paths; owner: beside the store that "
-            "owns the prefix or has most of it; random and round do not look at prefixes [cost]")
+       help="cost: the engine with the shortest time to the first token, which the Kvarts server estimates from stores, queues and paths; owner: an "
+            "engine beside the store that owns the prefix or has most of it; random and round-robin ignore prefixes [cost]")
     of("--listen", type=_listen, default=("127.0.0.1", 8080), metavar="HOST:PORT", help="the address to listen on; port 0 selects a free port [127.0.0.1:8080]")
-    of("--certificate", metavar="FILE", help="the listener speaks TLS: its certificate and those between it and the authority (PEM)")
-    of("--key", metavar="FILE", help="the certificate's key (PEM)")
-    of("--engine-ca", metavar="FILE", help="the authority of the engines' certificates (PEM); else those that this machine trusts")
+    of("--certificate", metavar="FILE", help="serve TLS with this certificate, followed by intermediate certificates (PEM); requires --key")
+    of("--key", metavar="FILE", help="the private key of --certificate (PEM)")
+    of("--engine-ca", metavar="FILE", help="the authority of the engines' certificates (PEM) [the authorities that this machine trusts]")
     of("--keys", choices=["chain", "vllm", "sglang"], default="vllm",
-       help="how the blocks' names follow from tokens: as vLLM's connectors make them (hash sha256, PYTHONHASHSEED not set), as SGLang's do, or "
-            "by kvarts.chain. Blocks of prompts with adapters, salts or images have other names, and are not found [vllm]")
-    of("--namespace", type=_namespace, metavar="HEX", help="the model's name in stores; else the one of the request's model that was used last")
+       help="how block keys are computed from tokens: vllm: as vLLM's connectors do (hash sha256, PYTHONHASHSEED not set); sglang: as SGLang's "
+            "connectors do; chain: with kvarts.chain. Blocks of prompts with adapters, salts or images have other keys and are not found [vllm]")
+    of("--namespace", type=_namespace, metavar="HEX", help="the namespace of the model's blocks in the stores [the latest one of the request's model]")
     of("--times", type=_times, metavar="FILE|MODEL@DEVICE[xN]",
-       help="the compute times of the engines: samples as for `kvarts plan calibrate`, or a data sheet, as llama-3.1-8b@h100x2; else 10,000 tokens a second")
-    of("--token-file", metavar="FILE", help="the token for the Kvarts servers")
+       help="the compute times of the engines: a file of samples as for `kvarts plan calibrate`, or a data sheet such as llama-3.1-8b@h100x2 [10,000 tokens "
+            "a second]")
+    of("--token-file", metavar="FILE", help="the file with the token for the Kvarts servers")
     of("--ask-timeout", type=float, default=0.5, metavar="SECONDS", help="the limit of each call to a Kvarts server [0.5]")
-    of("--first-byte", type=float, default=600.0, metavar="SECONDS", help="the limit until an engine begins to answer [600]")
-    of("--stall", type=float, default=120.0, metavar="SECONDS", help="the limit between two pieces of an answer [120]")
-    of("--body-max", type=int, default=32 << 20, metavar="BYTES", help="the longest body of a request [33554432]")
-    of("--bodies-max", type=int, default=1 << 30, metavar="BYTES", help="the limit of all bodies in memory together [1073741824]")
-    of("--connections", type=int, default=1024, metavar="N", help="the limit of connections of clients [1024]")
+    of("--first-byte", type=float, default=600.0, metavar="SECONDS", help="the limit until the first byte of an engine's answer [600]")
+    of("--stall", type=float, default=120.0, metavar="SECONDS", help="the limit between two pieces of an engine's answer [120]")
+    of("--body-max", type=int, default=32 << 20, metavar="BYTES", help="the limit of the body of one request [33554432]")
+    of("--bodies-max", type=int, default=1 << 30, metavar="BYTES", help="the limit of all request bodies in memory together [1073741824]")
+    of("--connections", type=int, default=1024, metavar="N", help="the limit of open client connections [1024]")
     of("--seed", type=int, help="the seed of the policy random")
-    of("--json", action="store_true", help="print the address as JSON")
+    of("--json", action="store_true", help="print the listening address as JSON")
     return parser
 
 
@@ -388,7 +390,7 @@ def _of_files(option, made, *files):
     try:
         return made(*files)
     except OSError as error:
-        # Which file it is, a library of TLS does not say.
+        # The TLS library does not name the file.
         raise OSError(f"{option}: {', '.join(filter(None, files))}: {error}") from None
 
 
@@ -397,9 +399,9 @@ def _settings(given):
     settings = parser.parse_args(given)
     secure = any(url.startswith("https:") for url, *_ in settings.engines)
     if (settings.certificate is None) != (settings.key is None):
-        parser.error("--certificate and --key belong together")
+        parser.error("--certificate and --key must be given together")
     if settings.engine_ca and not secure:
-        parser.error("--engine-ca: no engine has an https:// address")
+        parser.error("--engine-ca: no engine has an https:// address; remove the option, or give the engines https:// addresses")
     settings.listener_tls = settings.tls = None
     if settings.certificate:
         settings.listener_tls = _of_files("--certificate, --key", http.listener_tls, settings.certificate, settings.key)

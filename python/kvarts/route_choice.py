@@ -1,7 +1,7 @@
-"""Which engine a request goes to: what the proxy `python -m kvarts.route` knows of engines now, and how it chooses.
+"""The choice of an engine for a request of the proxy `python -m kvarts.route`.
 
-All that is kept is what is under way, and for a while which engine or server did not answer. What engines' storage has the Kvarts servers are
-asked, with each request.
+The proxy keeps only the requests under way and, for a while, which engines and servers did not answer. For each request it queries the Kvarts servers
+for the contents of the engines' stores.
 """
 
 import asyncio
@@ -13,22 +13,22 @@ import time
 
 import kvarts
 
-#: Seconds for which an engine or a server that did not answer is left out.
+#: Seconds for which an engine or a server is excluded after it did not answer.
 PAUSE = 5.0
-#: Seconds for which what a server said of its models counts.
+#: Seconds for which a server's list of models is cached.
 _MODELS_KEPT = 10.0
-#: Blocks of a prompt that are asked for, over all stores.
+#: The limits of a prompt's blocks in a query: over all stores together, and of one prompt.
 _ENTRIES_MAX, _KEYS_MAX = 1 << 20, 65_536
-#: Characters of a piece of text, and how many pieces decide where a prompt goes of which nothing better is known.
+#: Characters of a piece of text, and the number of leading pieces that the hash of a prompt covers.
 PIECE, PIECES = 256, 4
-#: What the disks of a server are taken for that is in no cluster with the one that is asked.
+#: The assumed rate of the disks of a server that is not in the queried server's cluster.
 _DISK_BYTES_PER_MS = 2e6
-#: Costs are equal that differ by no more than this part and these milliseconds.
+#: Two costs count as equal if they differ by no more than this fraction plus this number of milliseconds.
 _EQUAL, _EQUAL_MS = 0.01, 0.1
 
 
 class Engine:
-    """An engine, and what goes to it now."""
+    """An engine, and its requests under way."""
 
     def __init__(self, number, url, server=None, role="both"):
         self.number, self.url, self.server, self.role = number, url, server, role
@@ -52,7 +52,7 @@ class Engine:
 
 
 class Turn:
-    """A request that is with an engine: waiting until its answer begins, and then decoding."""
+    """A request at an engine. It waits until its answer begins, and then decodes."""
 
     def __init__(self, engine, ms):
         self.engine, self.ms, self.waits = engine, ms, True
@@ -63,7 +63,7 @@ class Turn:
         if self.waits:
             self.waits = False
             self.engine.waiting -= 1
-            # What floating point leaves is no queue.
+            # An empty queue has no rounding error left.
             self.engine.queue_ms = max(0.0, self.engine.queue_ms - self.ms) if self.engine.waiting else 0.0
             self.engine.decoding += 1
 
@@ -73,7 +73,7 @@ class Turn:
 
 
 class Server:
-    """A Kvarts server beside engines. Its calls wait, so they are made on other threads, `timeout` seconds each at most."""
+    """A Kvarts server beside engines. Its calls wait for `timeout` seconds at most, so they run on other threads."""
 
     def __init__(self, endpoint, token, timeout):
         self.endpoint, self._token, self._timeout = endpoint, token, timeout
@@ -89,7 +89,7 @@ class Server:
         return self._client
 
     def ask(self, work):
-        """What `work(client)` says; `None` where the server does not answer, which costs no other request anything for a while."""
+        """Returns the result of `work(client)`; `None` if the server does not answer. Later calls return `None` at once for a while."""
         if self.is_away():
             return None
         try:
@@ -109,7 +109,7 @@ class Server:
         return self._models
 
     def known(self, times):
-        """Its store's name, asked once."""
+        """The name of the server's store, queried once."""
         if self.store is None:
             told = self.ask(lambda client: client.route([], times=times, prompt_tokens=1))
             self.store = told and told["here"]
@@ -121,7 +121,7 @@ class Server:
 
 
 def keys_of(naming, tokens, block_tokens):
-    """The names of a prompt's blocks, as those who stored them made them."""
+    """The keys of a prompt's blocks, computed as the connectors that stored them do."""
     if naming == "chain":
         return kvarts.chain(tokens, block_tokens)
     found = []
@@ -142,30 +142,30 @@ def _pickled(value):
 
 
 def place_of(text):
-    """What decides where a prompt goes of which nothing better is known: its first pieces that are whole, or all of it."""
+    """The part of a prompt that the hash covers: its first whole pieces, or the whole text if it is shorter than a piece."""
     whole = min(len(text) // PIECE, PIECES) * PIECE
     return text[: whole or len(text)].encode("utf-8", "surrogatepass")
 
 
 def by_hash(engines, place):
-    """The same engine for the same place; one that comes or goes moves its own share of them alone."""
+    """Chooses an engine by a consistent hash: adding or removing an engine moves only that engine's share of prompts."""
     return max(engines, key=lambda engine: hashlib.sha256(engine.url.encode() + b"\0" + place).digest())
 
 
 class Prompt:
-    """What is known of a request's prompt."""
+    """A request's prompt: its text, its tokens if they are known, and the keys of its blocks."""
 
     def __init__(self, text, tokens, model):
         self.text, self.tokens, self.model = text, tokens, model
         self.keys, self.namespace, self.block_tokens = [], None, 1
 
     def count(self):
-        # Without a tokeniser four characters are taken for a token.
+        # Without tokens, four characters count as one token.
         return max(1, len(self.tokens) if self.tokens is not None else len(self.text) // 4)
 
 
 class Choice:
-    """`engine`, why, and how long it is thought to compute."""
+    """A chosen engine, the reason, and the estimated milliseconds of its prefill."""
 
     def __init__(self, engine, reason, ms=0.0):
         self.engine, self.reason, self.ms = engine, reason, ms
@@ -180,7 +180,7 @@ class Chooser:
         self._threads = concurrent.futures.ThreadPoolExecutor(8, "kvarts-route")
 
     async def choose(self, prompt, engines):
-        """Of these engines one, by the policy. Those that did not answer lately are left out while there are others."""
+        """Chooses one of these engines by the policy. Engines that did not answer lately are excluded if there are others."""
         up = [engine for engine in engines if not engine.is_away()] or engines
         policy = self._settings.policy
         if policy == "round-robin":
@@ -203,7 +203,7 @@ class Chooser:
         return self._settings.times.prefill_ms(cached, prompt.count() - cached)
 
     def _least(self, told, up):
-        """The least cost; of equal ones where most of the prompt is."""
+        """The engine with the lowest cost; among equal costs, the engine whose store has most of the prompt."""
         by_number = {engine.number: engine for engine in up}
         blocks = {node["node"]: node["blocks"] or 0 for node in told["nodes"]}
         candidates = [one for one in told["candidates"] if one["node"] in by_number]
@@ -215,7 +215,7 @@ class Chooser:
         return Choice(by_number[best["node"]], best["action"], best["compute_ms"])
 
     def _owner(self, told, up):
-        """Beside the owner's store the engine with the shortest queue."""
+        """The engine with the shortest queue beside the owner's store."""
         if told["owner"] is None:
             return None
         number, tokens = told["owner"]
@@ -227,10 +227,10 @@ class Chooser:
         ms = self._settings.times.prefill_ms(tokens, max(1, told["prompt_tokens"] - tokens))
         return Choice(min(beside, key=Engine.load), "owner" if told["owner_has_lease"] else "most-of-it", ms)
 
-    # What follows waits, on a thread of its own.
+    # The following methods wait for servers, on threads of the pool.
 
     def _asked(self, prompt, up):
-        """What a server says of the route, or `None`."""
+        """The reply of the first server that answers, or `None`."""
         servers = [server for server in self._servers if not server.is_away()]
         if not servers or prompt.tokens is None:
             return None
@@ -245,7 +245,7 @@ class Chooser:
         return None
 
     def _node(self, engine):
-        """What is known here of an engine."""
+        """The values of an engine for `Client.route`."""
         node = {"node": engine.number, "queue_ms": engine.queue_ms, "decoding": engine.decoding}
         store = engine.server and engine.server.known(self._settings.times)
         return {**node, "store": store} if store else node
@@ -256,7 +256,7 @@ class Chooser:
         return told and {**told, "prompt_tokens": prompt.count()}
 
     def _completed(self, told, server, nodes, prompt, up):
-        """Servers that belong to no cluster are asked for their own stores, each."""
+        """Completes a reply: queries servers outside the cluster for their own stores, then routes again with the results."""
         unknown = {node["node"] for node in told["nodes"] if node["blocks"] is None}
         engines = [engine for engine in up if engine.number in unknown and engine.server is not server]
         for engine in engines:
@@ -270,7 +270,7 @@ class Chooser:
         again = self._route(server, nodes, prompt) if asked else None
         if again is None:
             return told
-        # What they have themselves counts as what is known of them.
+        # The result of a server's own query counts as its number of blocks.
         for node in again["nodes"]:
             given = next(one for one in nodes if one["node"] == node["node"])
             if node["blocks"] is None and "disk_tokens" in given:
@@ -278,7 +278,7 @@ class Chooser:
         return again
 
     def _name(self, prompt, servers):
-        """The model's name in stores, and those of the prompt's blocks."""
+        """Sets the namespace of the prompt's model and the keys of the prompt's blocks."""
         models = next((found for found in (server.models() for server in servers) if found), [])
         wanted = self._settings.namespace
         if wanted is not None:

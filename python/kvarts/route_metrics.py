@@ -1,21 +1,21 @@
-"""What the proxy `python -m kvarts.route` tells Prometheus at `/metrics`: the text format 0.0.4. Labels are bounded: engines and servers are those of the
-command line, reasons and kinds are few."""
+"""The metrics of the proxy `python -m kvarts.route` at `/metrics`, in Prometheus' text format 0.0.4. The number of label values is bounded: engines
+and servers are those of the command line, and the numbers of reasons and kinds are limited."""
 
-#: How an engine's failure is called: no connection to it, no answer in time, an answer that another engine may give better, one that broke off.
+#: Kinds of an engine's failures: no connection, no answer, a status that another engine may avoid, an incomplete answer, a failed prefill.
 FAILURES = ("connection", "answer", "502", "503", "504", "broken", "prefill")
 _FAMILIES = {
-    "requests_total": ("counter", "Requests that an engine has begun to answer, by the reason for which it was chosen."),
+    "requests_total": ("counter", "Requests that an engine has begun to answer, by the reason for the choice of the engine."),
     "failures_total": ("counter", "Requests that an engine did not answer, or whose answer broke off, by kind."),
-    "retries_total": ("counter", "Requests that were sent to another engine because one had failed."),
-    "refused_total": ("counter", "Requests that the proxy itself answered with an error, by status."),
-    "clients_gone_total": ("counter", "Requests whose client went away first."),
-    "hand_overs_total": ("counter", "Requests before engines that prefill and others that decode: the prefill was handed over, or the other one computes alone."),
-    "prompts_total": ("counter", "Prompts, by whether their tokens are known or their text alone."),
-    "in_flight": ("gauge", "Requests with an engine: waiting for the begin of the answer, or decoding."),
-    "queue_seconds": ("gauge", "Time that an engine is thought to compute for the requests that wait."),
-    "connections": ("gauge", "Open connections of clients."),
-    "engine_up": ("gauge", "1: the engine gets requests; 0: it failed, and is left out for a while."),
-    "server_up": ("gauge", "1: the Kvarts server is asked; 0: it did not answer, and is left out for a while."),
+    "retries_total": ("counter", "Requests that the proxy sent to another engine after an engine had failed."),
+    "refused_total": ("counter", "Requests that the proxy answered with an error, by status."),
+    "clients_gone_total": ("counter", "Requests whose client disconnected before the end of the answer."),
+    "hand_overs_total": ("counter", "Requests with separate prefill and decode engines: the prefill was `handed` over, or the decode engine computed the prompt `alone`."),
+    "prompts_total": ("counter", "Prompts, by whether the proxy knows their `tokens` or only their `text`."),
+    "in_flight": ("gauge", "Requests at an engine, by state: `waiting` for the first byte of the answer, or `decoding`."),
+    "queue_seconds": ("gauge", "Estimated prefill time of the waiting requests of an engine."),
+    "connections": ("gauge", "Open client connections."),
+    "engine_up": ("gauge", "1: the engine receives requests; 0: the engine failed and is excluded for a while."),
+    "server_up": ("gauge", "1: the proxy queries the Kvarts server; 0: the server did not answer and is excluded for a while."),
 }
 
 

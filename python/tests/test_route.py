@@ -471,7 +471,7 @@ class Command(unittest.TestCase):
         for arguments, told in [
             ((), "--engine"),
             (("--engine", "ftp://x"), "not an http"),
-            (("--engine", "http://x,role=judge"), "role=prefill, decode or both"),
+            (("--engine", "http://x,role=judge"), "role=prefill, role=decode or role=both"),
             (("--engine", "http://x", "--policy", "guess"), "invalid choice"),
             (("--engine", "http://x", "--times", "llama-3.1-8b@abacus"), "no device is named"),
             (("--engine", "http://x", "--namespace", "12"), "64 hexadecimal digits"),
