@@ -1,7 +1,7 @@
-"""Calls for sessions, in a thread and a queue of their own: however long a server takes for them, no look-up waits behind them.
+"""Calls for sessions, in their own thread and queue, so that no look-up waits for a slow call of a session.
 
-A turn takes up to five calls. They run in the order in which they were given. A few may wait; what is more is dropped at once, because a turn that
-was not told is told by the next one of its conversation, and a session that was not closed ends with its lease.
+A turn takes up to five calls. Calls run in their order. The queue is bounded, and calls beyond the bound are dropped at once: the next turn of a
+conversation makes up for a dropped turn, and a session that was not closed ends with its lease.
 """
 
 import threading
@@ -12,13 +12,13 @@ import kvarts
 
 from .link import logger, of_server
 
-#: Turns that wait at most, and their blocks together: their keys are held until then.
+#: The limits of waiting turns, and of their blocks together (the keys of waiting turns stay in memory).
 TURNS, BLOCKS = 256, 1 << 18
 
 
 class Calls:
-    """`link`: while its server is away nothing is asked. A server that does not answer these calls is left alone with them for the link's `pause`, and
-    look-ups go on."""
+    """The queue of calls. While the server of `link` cannot be reached, no call is made. If the server does not answer a call, no call is made for the
+    link's `pause`; look-ups continue."""
 
     def __init__(self, link, turns=TURNS, blocks=BLOCKS):
         self._link, self._turns, self._blocks = link, turns, blocks
@@ -28,8 +28,8 @@ class Calls:
         self._away_until = 0.0
 
     def give(self, work, failed, blocks=0):
-        """Calls `work()` in the thread of this object, or `failed(error)` if that did not work. What is over the bound, or comes behind `end`, has failed
-        at once, in the caller's thread. Waits for nothing."""
+        """Calls `work()` in the thread of this object, or `failed(error)` if the work failed. Beyond the bound, and after `end`, it calls `failed` at
+        once, in the caller's thread. It does not wait."""
         with self._changed:
             error = self._why_not(blocks)
             if error is None:
@@ -47,17 +47,17 @@ class Calls:
         if self._is_ending:
             return kvarts.Retry("the connector is closed", "Closed")
         if len(self._waiting) >= self._turns or self._waiting and self._held + blocks > self._blocks:
-            return kvarts.Retry("too many turns of sessions wait for the server", "Behind")
+            return kvarts.Retry(f"{len(self._waiting)} turns of sessions already wait for the server: this turn is not recorded", "Behind")
         return None
 
     def end(self):
-        """Nothing is taken any more."""
+        """Ends the queue: later calls fail."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
 
     def join(self, timeout):
-        """Waits for `timeout` seconds at most until what was taken is done; what still waits then has failed."""
+        """Waits for `timeout` seconds at most until the calls in the queue are done; the calls that still wait then fail."""
         if self._thread is not None:
             self._thread.join(timeout)
         with self._changed:
@@ -82,7 +82,7 @@ class Calls:
         while (item := self._next()) is not None:
             work, failed = item
             if self._link.away or time.monotonic() < self._away_until:
-                failed(kvarts.Retry("the server is away", "Away"))
+                failed(kvarts.Retry("the server cannot be reached; Kvarts retries after the pause", "Away"))
                 continue
             try:
                 work()
@@ -90,12 +90,12 @@ class Calls:
                 self._notice(error)
                 failed(error)
             except Exception as error:  # a defect here must not end the thread, and with it all sessions
-                logger.exception("kvarts: a turn of a session failed")
+                logger.exception("kvarts: a turn of a session failed because of a defect in Kvarts; report it")
                 failed(error)
 
     def _notice(self, error):
-        # `Busy`: there is no room for sessions; the server is there.
+        # `Busy`: the server has no room for sessions, but it answers.
         if not of_server(error) or error.reason == "Busy":
             return
-        logger.warning("kvarts: the server does not answer calls for sessions: %s", error)
+        logger.warning("kvarts: the server does not answer calls for sessions; Kvarts makes none for %g seconds: %s", self._link.pause, error)
         self._away_until = time.monotonic() + self._link.pause

@@ -1,7 +1,7 @@
-"""Sessions that requests name: the server holds a conversation's blocks from one turn to the next, counts once what its forks share, and in a
-cluster gives the conversation's chain an owner.
+"""Sessions that requests name. The server holds a conversation's blocks from one turn to the next, counts blocks that forks share once, and in a
+cluster assigns an owner to the conversation's chain.
 
-A turn counts when its request is over and its blocks are stored. All of this runs in one thread (`session_calls`).
+A turn is recorded when its request has ended and its blocks are stored. All methods run in one thread (`session_calls`).
 """
 
 import time
@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 import kvarts
 
-#: Seconds that a session lasts after a turn: a longer lease needs the right to pin.
+#: Seconds that a session lasts after a turn. A longer lease requires the right to pin.
 LEASE = 600.0
-#: Open sessions, and their blocks together, that one engine knows at most; the session whose last turn was the earliest is closed first.
+#: The limits of an engine's open sessions, and of their blocks together. Beyond a limit, the session with the oldest last turn is closed.
 SESSIONS, BLOCKS = 4096, 1 << 20
-#: How often a turn is tried again after others have made way.
+#: The limit of attempts of a turn, each after another session was closed to make room.
 _TRIES = 16
 
 
 class Turn(NamedTuple):
-    """A request of a conversation. `parent`: the conversation that it was forked from; `shared`: leading blocks that other conversations have, too;
-    `ends`: whether it is the last turn."""
+    """A request of a conversation. `parent`: the conversation from which it was forked; `shared`: the number of leading blocks that other conversations
+    share; `ends`: whether it is the last turn."""
 
     name: str
     parent: str | None = None
@@ -41,21 +41,21 @@ class _Open:
         try:
             self.session.close()
         except kvarts.Error:
-            # Then its lease ends it.
+            # The session then ends with its lease.
             pass
 
 
 class Sessions:
-    """`columns`: group and rank of each column whose blocks are held."""
+    """The open sessions of an engine. `columns`: group and rank of each column whose blocks are held."""
 
     def __init__(self, columns, sessions=SESSIONS, blocks=BLOCKS):
         self._columns, self._sessions, self._blocks = columns, sessions, blocks
         self._open, self._count = OrderedDict(), 0  # name -> _Open; blocks of all of them
 
     def go_on(self, client, pages, keys, turn):
-        """A turn is over and has these blocks, by keys of 32 bytes. Says whether the session was `opened`, `forked` or `extended` for it. Raises what
-        the server answers."""
-        # Others make way for no more blocks than this turn has.
+        """Records a turn that has ended, with its blocks as keys of 32 bytes. Returns whether the turn `opened`, `forked` or `extended` the session.
+        Raises the server's errors."""
+        # Other sessions are closed for at most as many blocks as this turn has.
         left = len(keys)
         for tried in range(_TRIES):
             try:
@@ -63,7 +63,7 @@ class Sessions:
                 break
             except kvarts.Refused as error:
                 if error.reason == "LeaseEnded":
-                    # This session's ended meanwhile, or the server was started again; or, as it seems then, its parent's.
+                    # The lease of this session has ended, or the server was restarted. After a second such error, the parent's lease has ended, too.
                     if tried:
                         self._forgotten(turn.parent)
                 elif error.reason == "PinCap" and left > 0 and (oldest := self._oldest_but(turn.parent)) is not None:
@@ -90,22 +90,22 @@ class Sessions:
         how, before = "extended", None
         try:
             if known is not None and _common(known.keys, keys) < len(known.keys):
-                # The conversation goes on from an earlier place than its end.
+                # The conversation continues from a block before its end.
                 before, known = known, None
                 known = self._forked(client, before, keys)
             parent = self._open.get(turn.parent)
             if known is None and parent is not None and parent.is_usable(client):
                 how, known = "forked", self._forked(client, parent, keys)
             if known is None:
-                # Behind the shared blocks there must be one of its own.
+                # The session must have at least one block behind the shared ones.
                 how, shared = "opened", min(turn.shared, len(keys) - 1)
                 known = _Open(client, client.session(pages, keys, columns=self._columns, shared_blocks=shared, lease=LEASE), keys)
             if len(known.keys) < len(keys):
                 known.session.extend(keys[len(known.keys) :])
-            # What is its parent's is held for as long as either lasts.
+            # The server holds the parent's blocks as long as either session lasts.
             known.session.hold() if known.base < len(keys) else known.session.renew()
         except (kvarts.Refused, kvarts.Invalid):
-            # Nothing is held for a session that does not go on.
+            # A session that cannot continue must not hold blocks.
             if known is not None:
                 known.close()
             raise
@@ -119,7 +119,7 @@ class Sessions:
 
     @staticmethod
     def _forked(client, parent, keys):
-        """A session that goes on from what both begin with; `None` where that is nothing, or where forks of forks are too many."""
+        """A session that continues from the common prefix of both. `None` if there is no common prefix, or too many forks of forks."""
         shared = _common(parent.keys, keys)
         try:
             return _Open(client, parent.session.fork(shared), parent.keys[:shared], shared) if shared else None
@@ -140,5 +140,5 @@ class Sessions:
 
 
 def _common(one, other):
-    """How many leading blocks both have."""
+    """The number of leading blocks that both have."""
     return next((at for at, (own, their) in enumerate(zip(one, other)) if own != their), min(len(one), len(other)))

@@ -4,19 +4,21 @@
         '{"backend_name": "kvarts", "module_path": "kvarts.sglang", "class_name": "Kvarts", "interface_v1": 1,
         "server": "/run/kvarts/kvarts.sock"}'
 
-What holds:
+Guarantees:
 
-- A page comes back with the bytes that were stored under its hash by the same model, revision, types, quantisation, overrides,
-  layout, page size, rank and pool, or it is a miss. Which model it is, SGLang's own settings say (`settings`), never the name under
-  which it is served. `revision` must be named where the model's path does not say it.
-- Versions of SGLang whose settings cannot be read, or whose page hashes know neither adapters nor salts, are refused at the start.
-- Each call of SGLang's controller threads returns within about `timeout` seconds, also if the server has stopped; while it is
-  away, everything is a miss. It comes back by itself. No exception leaves this class: SGLang's threads would end.
-- What a look-up found stays until it is read, for `hold` seconds at most, as far as it is on this node.
+- A read of a page returns the bytes that were stored under its hash by the same model, revision, types, quantisation, overrides,
+  layout, page size, rank and pool, or it is a miss. SGLang's own settings identify the model (`settings`), and not the name under
+  which it is served. Set `revision` if the model's path does not determine the revision.
+- The connector refuses to start with a version of SGLang whose settings it cannot read, or whose page hashes do not depend on
+  adapters and salts.
+- Each call of SGLang's controller threads returns within about `timeout` seconds, also if the server has stopped. While the server
+  cannot be reached, every page is a miss. The connection is restored without a restart. No exception leaves this class, because an
+  exception would end SGLang's threads.
+- A page that a look-up has found on this node is held until it is read, for `hold` seconds at most.
 
-A page of any pool and layout is one block. It is copied once, between the pool of the host and memory that the server's disks write
-to. Hybrid models have several pools (sliding windows, recurrent states, indexers): each has blocks of its own, and a prefix is
-restored up to where every pool has what SGLang wants of it.
+A page of any pool and layout is one block. It is copied once, between the host's pool and memory into which the server's disks write.
+Hybrid models have several pools (sliding windows, recurrent states, indexers). Each pool has its own blocks, and a prefix is
+restored up to the last page at which every pool has the pages that SGLang requires.
 """
 
 import threading
@@ -31,16 +33,16 @@ from .sglang_compat import ALIKE, HiCacheStorage, PoolHitPolicy, PoolName, PoolT
 from .sglang_holds import Holds
 from .sglang_identity import expect_namespaces, names_of, settings
 
-#: Bytes of memory shared with the server, of each pool, for reads and for writes each; at least one page.
+#: Bytes of memory shared with the server for each pool and direction; at least one page.
 _SHARED = 32 << 20
-#: Seconds for which pages that were found are kept for the read that follows: SGLang reads what it wants in a queue.
+#: Seconds for which found pages are held, by default. SGLang queues the read that follows a look-up.
 _HOLD = 10.0
-#: Seconds by which an answer may come later than its deadline.
+#: Seconds by which an answer may arrive after its deadline.
 _LATE = 0.6
 
 
 class _Staging:
-    """Memory between a pool and the server, for one direction: one call at a time."""
+    """Memory between a pool and the server, for one direction and one call at a time."""
 
     def __init__(self, client, page_bytes, dtype):
         self.lock = threading.Lock()
@@ -49,21 +51,21 @@ class _Staging:
         whole = torch.frombuffer(memoryview(self.memory.view)[: self.pages * page_bytes], dtype=torch.uint8)
         self.views = [whole[n * page_bytes : (n + 1) * page_bytes].view(dtype) for n in range(self.pages)]
         self.addresses = [self.memory.address + n * page_bytes for n in range(self.pages)]
-        #: The batch that still has this memory, because a server that stands still may yet write to it.
+        #: The batch that still occupies this memory, because a stalled server may still write to it.
         self.held_by = None
 
 
 class _Pool:
-    """A pool of the host, and where its pages are kept."""
+    """A pool of the host, with the handle on its pages."""
 
     def __init__(self, name, host, replicated, dtype):
         self.name = name
         self.host = host
         self.page_size = getattr(host, "page_size", 1) or 1
         sample = host.get_dummy_flat_data_page()
-        # Types of eight bits are kept as bytes: which one it is, the pool does not say.
+        # The pool stores types of eight bits as plain bytes, so it does not show which type it is.
         if not dtype and not host.dtype.is_floating_point:
-            raise ValueError(f"dtype: the setting is missing: set the type of the cache, because the type of pool {name} has only eight bits")
+            raise ValueError(f"dtype: the setting is missing: set the type of the cache, because pool {name} stores its elements as plain bytes")
         self.dtype = sample.dtype
         self.page_bytes = sample.numel() * sample.element_size()
         self.named = dict(
@@ -93,11 +95,10 @@ class _Pool:
 
 
 class Kvarts(HiCacheStorage):
-    """`server`, `token_file`: as for `kvarts.connect`. `revision`, `identity`: what decides bytes beside SGLang's own settings;
-    `dtype` must be named, too, where a cache has elements of eight bits, and `draft`, the revision of a draft model, where there
-    is one. `timeout`: seconds for each call. `hold`: seconds for which pages that were found are kept where they are not read; 0: they are not
-    kept. `pause`: seconds for which a server that did not answer is left alone. `durable`:
-    stores are acknowledged after a flush."""
+    """The storage backend. `server`, `token_file`: as for `kvarts.connect`. `revision`, `identity`: what determines the bytes beside
+    SGLang's own settings. `dtype`: required if a cache has elements of eight bits. `draft`: the revision of a draft model, required if
+    there is one. `timeout`: seconds for each call. `hold`: seconds for which found pages are held if they are not read; 0: they are not
+    held. `pause`: seconds without requests after the server did not answer. `durable`: stores are acknowledged after a flush."""
 
     def __init__(self, storage_config, kwargs=None):
         extra = dict(storage_config.extra_config or {})
@@ -132,7 +133,7 @@ class Kvarts(HiCacheStorage):
     def _register(self, name, host):
         if str(name).startswith("draft") and not self._draft:
             raise ValueError(f"draft: the setting is missing: set the revision of the draft model of pool {name}")
-        # Ranks of a model with latent attention have the same bytes, but for recurrent states.
+        # All ranks of a model with latent attention have the same bytes, except for recurrent states.
         replicated = self._config.is_mla_model and name != PoolName.MAMBA
         pool = _Pool(name, host, replicated, self._dtype)
         if str(name).startswith("draft"):
@@ -158,7 +159,7 @@ class Kvarts(HiCacheStorage):
     # All pools of a hybrid model.
 
     def batch_exists_v2(self, keys, pool_transfers=None, extra_info=None):
-        """Up to where every pool has what is wanted of it: all pages (`ALL_PAGES`), or the last ones (`TRAILING_PAGES`)."""
+        """Finds the prefix at whose end every pool has the required pages: all pages (`ALL_PAGES`), or the last ones (`TRAILING_PAGES`)."""
         pages = _leading(self._there(PoolName.KV, keys))
         hits = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
@@ -172,7 +173,7 @@ class Kvarts(HiCacheStorage):
                 wanted = max(1, len(transfer.keys or ()))
                 good = {n for n in restorable if all(there[max(0, n - wanted) : n])}
             else:
-                # A form of the pages in which this class stores nothing. It never decides about the others.
+                # This class stores nothing in this form of pages, so it does not limit the other pools.
                 continue
             if good:
                 hits[transfer.name] = max(good)
@@ -236,7 +237,7 @@ class Kvarts(HiCacheStorage):
         )
 
     def _usable(self, pool, writes=False):
-        """Whether there is a store now. The first calls wait for it, as long as any call may."""
+        """Whether the pool has a handle on the store. The first calls wait for it, up to `timeout` seconds."""
         if pool is None or self._link.away or (writes and self._link.puts_away):
             return False
         if pool.pages is None:
@@ -249,7 +250,7 @@ class Kvarts(HiCacheStorage):
                         ready.set()
 
                     def not_opened(error):
-                        logger.warning("kvarts: no store: %s", error)
+                        logger.warning("kvarts: the store of pool %s could not be opened; its pages are misses until a retry succeeds: %s", pool.name, error)
                         ready.set()
 
                     self._link.do(opened, not_opened)
@@ -258,7 +259,7 @@ class Kvarts(HiCacheStorage):
         return pool.pages is not None
 
     def _call(self, pool, kind, names, *places, **more):
-        """The answer to a batch, or `None`: whatever happened, SGLang goes on."""
+        """The result of a batch; `None` after any error, so that SGLang continues."""
         try:
             if not self._usable(pool, kind == "put"):
                 return None
@@ -269,9 +270,9 @@ class Kvarts(HiCacheStorage):
             return done
         except kvarts.Error as error:
             (self._link.put_failed if kind == "put" else self._link.failed)(error)
-            logger.debug("kvarts: %s of %d pages: %s", kind, len(names), error)
+            logger.debug("kvarts: the %s of %d pages failed: %s", kind, len(names), error)
         except Exception:
-            logger.exception("kvarts: %s of %d pages failed", kind, len(names))
+            logger.exception("kvarts: the %s of %d pages failed because of a defect in Kvarts; report it", kind, len(names))
         return None
 
     def _learn(self, done, put=False):
@@ -282,7 +283,7 @@ class Kvarts(HiCacheStorage):
         pool, names = self._pools.get(name), names_of(keys)
         found = self._call(pool, "exists", names) if keys else None
         if found and any(found) and pool.holds is not None and not self._held(pool, [one for one, here in zip(names, found) if here]):
-            # Some of it has gone since, or another node has it.
+            # Some pages have been removed meanwhile, or are on another node.
             found = self._call(pool, "exists", names)
         return [False] * len(keys) if found is None else found
 
@@ -291,18 +292,19 @@ class Kvarts(HiCacheStorage):
             return pool.holds.hold(names, self._timeout)
         except kvarts.Error as error:
             self._link.failed(error)
-            logger.debug("kvarts: %d pages could not be leased: %s", len(names), error)
+            logger.debug("kvarts: %d pages could not be held: %s", len(names), error)
             return False
 
     def _moved(self, kind, name, keys, host_indices, prefix=None):
-        """Reads or writes pages of a pool, as many at a time as the staging memory holds. After a failure of a whole batch the rest
-        is not tried: SGLang takes a prefix. `prefix`: the page before the first, as `Pages.put` takes it."""
+        """Reads or writes pages of a pool, in batches of the size of the staging memory. After the failure of a whole batch it does not try the
+        rest, because SGLang uses only a prefix. `prefix`: the page before the first one, as `Pages.put` takes it (`parent`)."""
         results = [False] * len(keys)
         pool = self._pools.get(name)
         if not self._usable(pool, kind == "put"):
             return results
         if host_indices is None or host_indices.numel() != len(keys) * pool.page_size:
-            logger.error("kvarts: %s: the places do not match %d pages of %d places each", name, len(keys), pool.page_size)
+            count = None if host_indices is None else host_indices.numel()
+            logger.error("kvarts: pool %s: SGLang gave %s indices for %d pages of %d indices each; report it", name, count, len(keys), pool.page_size)
             return results
         first = host_indices[:: pool.page_size].tolist()
         staging, names = pool.staging[kind], names_of(keys)
@@ -331,8 +333,8 @@ class Kvarts(HiCacheStorage):
         return self._call(pool, "put", names, staging.addresses[: len(names)], parent=parent)
 
     def _read(self, pool, staging, names):
-        """As `_call`, but it does not wait for memory that a server which stands still may yet write to: it leaves it alone until
-        the server has let go."""
+        """As `_call` for a get, but it does not wait for a stalled server that may still write to the staging memory. The memory stays unused until
+        that batch has ended."""
         try:
             deadline = time.monotonic() + self._timeout + _LATE
             if staging.held_by is not None and self._answer(pool, staging, 0.0) is None:
@@ -340,16 +342,16 @@ class Kvarts(HiCacheStorage):
             staging.held_by = pool.pages.submit_get(names, staging.addresses[: len(names)], timeout=self._timeout)
             done = self._answer(pool, staging, deadline - time.monotonic())
             if done is None:
-                self._link.failed(kvarts.Deadline("the server does not respond"))
+                self._link.failed(kvarts.Deadline(f"the server did not answer a get of {len(names)} pages within {self._timeout:g} seconds"))
             return done
         except kvarts.Error as error:
             self._link.failed(error)
         except Exception:
-            logger.exception("kvarts: get of %d pages failed", len(names))
+            logger.exception("kvarts: the get of %d pages failed because of a defect in Kvarts; report it", len(names))
         return None
 
     def _answer(self, pool, staging, seconds):
-        """The answer to the batch that has this memory, once it is there."""
+        """The result of the batch that occupies this memory, or `None` if it has not ended within `seconds`."""
         # ends: `seconds`, what is left of the caller's time
         for done in pool.pages.wait(seconds):
             if done.id == staging.held_by:
@@ -360,7 +362,7 @@ class Kvarts(HiCacheStorage):
 
 
 def _prefix_of(extra_info):
-    """The page before the first, where SGLang says it (`hicache_storage_pass_prefix_keys`)."""
+    """The page before the first one, if SGLang passes it (`hicache_storage_pass_prefix_keys`)."""
     keys = getattr(extra_info, "prefix_keys", None)
     if keys is None:
         return None
@@ -368,5 +370,5 @@ def _prefix_of(extra_info):
 
 
 def _leading(results):
-    """How many leading ones are there."""
+    """The number of leading true results."""
     return results.index(False) if False in results else len(results)

@@ -1,7 +1,7 @@
-"""All that Kvarts' connectors know of SGLang's versions: where its names are, what is read of its objects, and which of its hooks they leave out.
+"""The parts of Kvarts' connectors that depend on SGLang's version: modules of its names, attributes of its objects, and hooks that are not overridden.
 
-`from .sglang_compat import NAME` imports a name from where SGLang has it, when it is asked for; what is used only for some models is asked for with
-`needed`. What is not there is told with the version.
+`from .sglang_compat import NAME` imports a name from its module in SGLang, on first use. `needed` imports names that only some models need. The error
+for a missing name has the version of SGLang.
 """
 
 import importlib
@@ -10,11 +10,11 @@ import logging
 
 from . import hooks
 
-#: Versions that were run with both connectors.
+#: Versions that were tested with both connectors.
 TRIED = ("0.5.23",)
-#: The first version of which the sources were compared; what is needed is asked for, and not the number.
+#: The first version whose sources were compared. The connectors check interfaces, and not this number.
 _SINCE = "0.5.21"
-#: Versions that store the same bytes as the one named, by trial.
+#: version -> the first version whose blocks have the same bytes, as tested.
 ALIKE: dict[str, str] = {}
 
 _CACHE = "sglang.srt.mem_cache"
@@ -32,7 +32,7 @@ _LINKER = {
     "UnifiedCacheLinker": _LINKERS,
 }
 _NAMES = {**_STORAGE, **_LINKER}
-#: Of both: which model it is, and that its page hashes tell adapters and salts apart.
+#: Names for both connectors: the model's settings, and page hashes that depend on adapters and salts.
 _IDENTITY = (
     "sglang.srt.runtime_context:get_model",
     f"{_CACHE}.utils:storage_namespace_seed",
@@ -98,7 +98,7 @@ def needed(module, name):
     except ImportError:
         found = None
     if found is None:
-        raise ValueError(f"sglang {version()}: this version has no {module}.{name}; kvarts.sglang needs {_SINCE} or later")
+        raise ValueError(f"sglang {version()}: this version has no {module}.{name}: install sglang {_SINCE} or later")
     return found
 
 
@@ -109,27 +109,30 @@ def __getattr__(name):
     try:
         return needed(module, name)
     except ValueError as error:
-        raise ImportError(f"{error}; python -m kvarts.probe sglang lists all missing interfaces") from None
+        raise ImportError(f"{error} (python -m kvarts.probe sglang lists all missing interfaces)") from None
 
 
 def probe(part):
-    """Tells what of this connector's hooks is not as it is known, when an engine starts. It never raises."""
+    """Logs differences between the installed SGLang and the tested ones for this connector when an engine starts. Never raises."""
     hooks.tell(ENGINE, part, logging.getLogger("kvarts"))
 
 
 class Shard:
-    """Which part of a page this process has: fields of SGLang's configuration, some of which came with later versions."""
+    """The part of a page that this process has, from fields of SGLang's configuration. Only later versions have some of the fields."""
 
     def __init__(self, config):
         self.dcp = (getattr(config, "dcp_size", None), getattr(config, "dcp_rank", None))
         if None in self.dcp:
             parallel = needed("sglang.srt.runtime_context", "get_parallel")()
             if getattr(parallel, "attn_dcp_size", 1) != 1:
-                raise ValueError("dcp_size: this version of SGLang does not give the part of a page that a worker has")
+                raise ValueError(
+                    "dcp_size: this version of SGLang does not report which part of a page a worker has: run SGLang without decode context parallelism, "
+                    "or install a later version"
+                )
             self.dcp = (1, 0)
         parts = ("pp_size", "pp_rank", "attn_cp_size", "attn_cp_rank")
         self.parts = {part: str(getattr(config, part)) for part in parts}
         self.parts.update(dcp_size=str(self.dcp[0]), dcp_rank=str(self.dcp[1]))
-        # Of ranks that have the same bytes, one writes: where SGLang does not say which one, the first of each shard.
+        # One of the ranks with the same bytes writes: the one that SGLang names, or else the first of each shard.
         alike = not config.is_mla_model or config.tp_rank == self.dcp[1]
         self.writes = getattr(config, "is_storage_writer", alike)

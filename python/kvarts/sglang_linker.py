@@ -1,19 +1,20 @@
-"""Kvarts behind SGLang's radix tree, layer by layer into the pools of the device (`UnifiedCacheLinker`).
+"""Kvarts behind SGLang's radix tree. It loads blocks layer by layer into the pools of the device (`UnifiedCacheLinker`).
 
     --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic --unified-cache-external-linker-config
         '{"linker": "KvartsLinker", "linker_module_path": "kvarts.sglang_linker", "linker_extra_config":
         {"server": "/run/kvarts/kvarts.sock", "pool_bytes": 8000000000}}'
 
-Each process of SGLang's that has a tree has a pool, and lands from it into its own device. What holds:
+Each process of SGLang with a tree has a pool of host memory, and copies blocks from the pool to its own device. Guarantees:
 
-- A look-up answers with what lies in the pool, verified. Nothing that a disk, a network or a server does can make a load fail that
-  was answered with; a page comes back with the bytes that were stored under its hash by an engine of the same identity.
-- SGLang's look-ups wait where they are called, so those of one scheduler's pass take at most `wait` seconds together: then they answer with what has
-  come. While the server is away, and for `pause` seconds after a look-up for which nothing came, they answer at once.
-- What is stored is what the engine had computed: pages are read behind the forward pass that wrote them, and SGLang keeps them until then. An
-  offload is answered as done when every page of it is stored.
+- A look-up reports only verified blocks that are in the pool, so no failure of a disk, a network or a server can make their load fail. A page
+  has the bytes that an engine of the same identity stored under its hash.
+- SGLang's look-ups block the scheduler. The look-ups of one pass of the scheduler wait for `wait` seconds together, and then report the blocks that
+  have arrived. While the server cannot be reached, and for `pause` seconds after a look-up without any block, they return at once.
+- An offload stores the bytes that the engine had computed: pages are read after the forward pass that wrote them, and SGLang keeps them until then.
+  An offload is reported as done when every page of it is stored.
 
-Kinds of pools: attention with heads or latents, windows beside it, recurrent states, DeepSeek's. Pipelines and parallel contexts are refused.
+Supported pools: attention with heads or latents, sliding windows, recurrent states, DeepSeek's pools. The connector refuses pipeline parallelism and
+context parallelism.
 """
 
 import time
@@ -30,20 +31,20 @@ from .sglang_pools import Pools
 from .staging import Desk
 from .steps import Steps
 
-#: Bytes of a pool where none are named.
+#: Bytes of a pool, by default.
 _POOL_BYTES = 4 << 30
-#: Seconds for which what was looked up is kept though nobody asks for it again: SGLang does not tell of requests that are given up.
+#: Seconds after which an unused result of a look-up is dropped. SGLang does not report requests that it gives up.
 _KEPT = 5.0
-#: Blocks that are asked for at once.
+#: The limit of blocks of one look-up.
 _BLOCKS_MAX = 65536
 
 
 class _Found:
-    """What a look-up of a request has found."""
+    """The result of a request's look-up."""
 
     def __init__(self, keys, staging):
         self.keys, self.staging = keys, staging
-        #: The same once more, of one that waits long.
+        #: A second staging of the same keys, for a request that waits long.
         self.renewal = None
         self.began = self.asked = time.monotonic()
         self._places = None
@@ -53,8 +54,8 @@ class _Found:
         return [staging for staging in (self.staging, self.renewal) if staging is not None]
 
     def at(self, keys):
-        """From where on these keys are some of those that were looked up; `None` if they are others. The device may have got some of them
-        since, and SGLang asks with the last token and without."""
+        """The position of these keys among those of the look-up, or `None` if they are not consecutive keys of it. The device may have received some of
+        the blocks meanwhile, and SGLang asks both with and without the last token."""
         if self._places is None:
             self._places = {key: at for at, key in enumerate(self.keys)}
         at = self._places.get(keys[0])
@@ -62,15 +63,15 @@ class _Found:
 
 
 class _Batch:
-    """Loads that began together."""
+    """Loads that were started together."""
 
     def __init__(self, landings, stagings, is_whole):
         self.landings, self.stagings, self.is_whole = landings, stagings, is_whole
-        self.waited = {}  # stream -> layers that it has waited for
+        self.waited = {}  # stream -> number of layers for which it has waited
 
 
 class LayerCounter:
-    """What SGLang's pools call before a layer is read. `order`: of each layer its groups, and which of their layers it is."""
+    """The counter that SGLang's pools call before they read a layer. `order`: for each layer, (group, index of the layer in the group)."""
 
     def __init__(self, order, streams):
         self.num_layers, self.consumer_index = len(order), -1
@@ -89,7 +90,7 @@ class LayerCounter:
         self.consumer_index = index
 
     def wait_until(self, threshold):
-        """What the current stream computes from here on, it computes with this layer and all before it."""
+        """Makes later work of the current stream run after this layer and all earlier ones have landed."""
         batch = self._batches.get(self.consumer_index)
         if batch is None:
             return
@@ -107,11 +108,14 @@ class LayerCounter:
 
 
 class KvartsLinker(UnifiedCacheLinker):
-    """`linker_extra_config`: `server` and `token_file` as for `kvarts.connect`; `pool_bytes`: of host memory, of each process; `wait`: seconds that
-    a look-up may take; `timeout`: seconds of silence; `pause`: seconds for which a server that did not answer is left alone; `durable`: stores are
-    acknowledged after a flush; `times`: what `kvarts.Times` takes, for the planner, and `plans`: whether then what takes longer to load than to compute is left; `loads`, `stores`: whether it does; `head_ranges`: into how many ranges the
-    model's heads are split, by engines that share over different tensor parallelism; `revision`, where the
-    model's path does not say it, and `draft`, that of a draft model; `identity`: whatever else decides bytes."""
+    """The linker. Settings in `linker_extra_config`:
+
+    `server`, `token_file`: as for `kvarts.connect`. `pool_bytes`: host memory of each process. `wait`: seconds that look-ups of one pass may take.
+    `timeout`: the limit of seconds without any data of the server. `pause`: seconds without requests after the server did not answer. `durable`:
+    stores are acknowledged after a flush. `times`: arguments of `kvarts.Times`, for the planner. `plans`: whether the planner leaves out blocks that
+    load slower than the engine computes them. `loads`, `stores`: whether the linker loads and stores blocks. `head_ranges`: the number of ranges of
+    the model's heads, for engines that share blocks with different tensor parallelism. `revision`: required if the model's path does not determine
+    it. `draft`: the revision of a draft model. `identity`: other settings that determine the bytes."""
 
     def __init__(self, server_args, params, *, components, extra_config=None, forward_stream=None):
         extra = dict(extra_config or {})
@@ -120,7 +124,7 @@ class KvartsLinker(UnifiedCacheLinker):
         self.forward_stream = forward_stream
         self.timeout, self.pause = float(extra.get("timeout", 2.0)), float(extra.get("pause", 1.0))
         self.pool_bytes, self.durable = int(extra.get("pool_bytes", _POOL_BYTES)), bool(extra.get("durable", False))
-        # SGLang does not tell a linker of its steps.
+        # SGLang does not report its steps to a linker.
         self.steps, self.plans = Steps(extra.get("times")), bool(extra.get("plans", True))
         self._wait = float(extra.get("wait", 0.5))
         self._loads, self._stores = bool(extra.get("loads", True)), bool(extra.get("stores", True))
@@ -130,7 +134,7 @@ class KvartsLinker(UnifiedCacheLinker):
         server, token_file = extra.get("server"), extra.get("token_file")
 
         def connect():
-            # Over no other path: a pool is shared memory.
+            # Only over the local path: a pool is shared memory.
             return kvarts.connect(server, token_of(token_file), via="local", timeout=self.timeout, of_cluster=True)
 
         self._link = Link(connect, self.pause)
@@ -143,14 +147,14 @@ class KvartsLinker(UnifiedCacheLinker):
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._found, self._queued = {}, {}
-        #: Seconds that look-ups of this pass may still wait.
+        #: Seconds that the look-ups of this pass may still wait.
         self._left = self._wait
         self._silent_until = 0.0
-        # The first requests find what is stored, too.
+        # So that the first requests find stored blocks, too.
         self._desk.settle(self.timeout)
         self._windows = [window for group in self._pools.groups if (window := self._pools.window_of(group)) is not None]
 
-    # Before a request is let in.
+    # Before a request is scheduled.
 
     def lookup(self, rid, transfers):
         keys = next((list(transfer.keys)[:_BLOCKS_MAX] for transfer in transfers if transfer.name == PoolName.KV), [])
@@ -179,27 +183,27 @@ class KvartsLinker(UnifiedCacheLinker):
         return self._desk.stage(names, 0, len(names) * self._pools.block_tokens + 1, within=self._wait)
 
     def _is_other(self, found, keys):
-        """Whether these keys need another look-up. A window or a state must end where they do."""
+        """Whether these keys need another look-up. Windows and states must end at the last of the keys."""
         at = found.at(keys)
         return at is None or bool(self._windows) and at + len(keys) != len(found.keys)
 
     def _wait_for(self, found):
-        """Waits until what is staged last is there, as long as this pass may still wait."""
+        """Waits for the latest staging, as long as this pass may still wait."""
         staging, before = found.stagings[-1], time.monotonic()
         if not staging.is_over and self._left > 0:
-            # It is looked at some time later by another thread: it may be just about to end.
+            # Another thread ends the staging, with a small delay: the wait is a little longer for the first staging.
             # ends: its argument: what this pass may still wait
             staging.over.wait(min(self._left, max(0.0, found.began + 1.1 * self._wait - before)) if found.renewal is None else self._left)
             now = time.monotonic()
             self._left -= now - before
             if now >= staging.began + self._wait and not (staging.is_over and staging.blocks):
-                # Nothing came all that time.
+                # No block arrived in this time.
                 self._silent_until = time.monotonic() + self.pause
         if found.renewal is not None and found.renewal.is_over:
             self._renewed(found)
 
     def _renewed(self, found):
-        """What was staged once more takes the place of what was staged before; where the server did not answer, that stays good."""
+        """Replaces a staging by its renewal. If the server did not answer the renewal, the earlier staging stays valid."""
         renewal, found.renewal = found.renewal, None
         if renewal.stored is None:
             found.staging.answered = None
@@ -211,13 +215,13 @@ class KvartsLinker(UnifiedCacheLinker):
         return self._desk.name is not None and not self._link.away and time.monotonic() >= self._silent_until
 
     def _is_stale(self, found):
-        """Whether nothing was found some time ago, and by now there may be something; or something was, which may have been deleted."""
+        """Whether the result is too old: blocks may have been stored since an empty result, or deleted since another one."""
         is_empty = found.staging.is_over and not found.staging.blocks
         return found.staging.is_old or is_empty and time.monotonic() > found.began + self.pause
 
     def _lengths(self, found, at, asked):
-        """Numbers of pages behind `at` that can be restored with what is staged: all of them, or the longest where what is shorter needs windows or
-        states that end there."""
+        """The numbers of pages behind `at` that can be restored from the staged blocks. If shorter prefixes need other windows or states, only the longest
+        number."""
         last = found.staging.blocks - at
         if last <= 0:
             return []
@@ -225,14 +229,14 @@ class KvartsLinker(UnifiedCacheLinker):
         return [*shorter, *([last] if last <= asked else [])]
 
     def _forget_old(self):
-        """What was looked up for requests that were given up: nobody tells."""
+        """Drops results of look-ups for requests that SGLang has given up. SGLang does not report such requests."""
         now = time.monotonic()
         for rid in [rid for rid, found in self._found.items() if now > found.asked + _KEPT and rid not in self._queued]:
             self._let_go(rid)
 
     def _make_room(self):
-        """Requests that wait may hold all of the pool, while what is offloaded waits for it and holds SGLang's pages: the one that was asked for
-        longest ago is staged again when it is asked for."""
+        """Releases the staged blocks of the waiting request whose last look-up is the oldest. Waiting requests may fill the pool, while offloads need room
+        there and keep SGLang's pages. The request's next look-up stages its blocks again."""
         waiting = [(found.asked, rid) for rid, found in self._found.items() if rid not in self._queued and found.staging.is_over]
         if waiting:
             self._let_go(min(waiting)[1])
@@ -249,7 +253,7 @@ class KvartsLinker(UnifiedCacheLinker):
         if not any(slots for *_, slots in wanted):
             return False
         if rid in self._queued:
-            raise RuntimeError(f"a load of {rid} is queued already")
+            raise RuntimeError(f"SGLang queued two loads for request {rid} in one batch: report it")
         self._queued[rid] = wanted
         return True
 
@@ -271,8 +275,8 @@ class KvartsLinker(UnifiedCacheLinker):
             if found is not None:
                 stagings += found.stagings
             if move is None:
-                # SGLang asked for less than it loads, or long ago. It gives this batch up by itself.
-                logger.error("kvarts: a load of %s was started, but no block is staged for it", rid)
+                # SGLang loads more than it looked up, or looked it up long ago. SGLang gives this batch up.
+                logger.error("kvarts: SGLang started a load for request %s whose blocks are not staged: the batch fails", rid)
                 is_whole = False
                 continue
             landings.append(self._dock.land(0, *move))
@@ -285,7 +289,7 @@ class KvartsLinker(UnifiedCacheLinker):
         return self.layer_done_counter.begin(_Batch(landings, stagings, is_whole))
 
     def _move(self, found, wanted):
-        """Where in the pool what is wanted lies, and where it goes to: by group. `None` if not all of it is there."""
+        """The positions of the wanted blocks in the pool and their slots on the device, by group. `None` if some of the blocks are not staged."""
         if found is None or not found.staging.is_over:
             return None
         places = {key: at for at, key in enumerate(found.keys)}
@@ -313,7 +317,7 @@ class KvartsLinker(UnifiedCacheLinker):
                 while not landing.is_done(1.0):
                     pass
             except kvarts.Error as error:
-                logger.error("kvarts: a load failed: %s", error)
+                logger.error("kvarts: copying loaded blocks to the device failed: %s", error)
                 batch.is_whole = False
         if batch.landings and self.layer_done_counter.num_layers in batch.waited.values():
             self._count("layered", self._pools.layers)
@@ -327,13 +331,13 @@ class KvartsLinker(UnifiedCacheLinker):
         wanted = [(transfer.name, names_of(transfer.keys), transfer.device_indices) for transfer in transfers if transfer.keys]
         if not wanted:
             return False
-        # Another rank stores what this one has, too; or the operator wants nothing to be stored.
+        # Not if another rank stores the same bytes, or the operator has switched stores off.
         is_wanted = self._stores and self._pools.saves
         self._offloads.add(wanted if is_wanted else [], self.record_offload_ready() if is_wanted else [])
         return True
 
     def num_completed_offloads(self):
-        # SGLang asks for this in each of its passes, also when it is idle.
+        # SGLang calls this in each of its passes, also when it is idle.
         self._left = self._wait
         self._forget_old()
         self._desk.open()
@@ -353,7 +357,7 @@ class KvartsLinker(UnifiedCacheLinker):
         self.layer_done_counter.reset()
         for rid in list(self._found):
             self._let_go(rid)
-        # What is stored stays; what the pool has of it is forgotten, as SGLang's own is.
+        # Stored blocks stay in the store. The pool drops its copies, as SGLang drops its own.
         self._desk.forget()
 
     def close(self):
@@ -362,7 +366,7 @@ class KvartsLinker(UnifiedCacheLinker):
             self._desk.close(self.timeout)
             self._dock.close(self.timeout)
         except kvarts.Error as error:
-            logger.warning("kvarts: %s", error)
+            logger.warning("kvarts: the connector did not close in time: %s", error)
 
     # Counts.
 
@@ -370,7 +374,7 @@ class KvartsLinker(UnifiedCacheLinker):
         acts.count(self._counts, what, number, label)
 
     def _tell(self):
-        """Moves what was counted to SGLang's metrics."""
+        """Adds the counts since the last call to SGLang's metrics."""
         for source, count in (("pool", self._desk.found), ("read", self._desk.came)):
             self._count("staged", count - self._counted.get(source, 0), source)
             self._counted[source] = count
@@ -380,7 +384,7 @@ class KvartsLinker(UnifiedCacheLinker):
 
 
 def _place_of(params):
-    """(rank, ranks) among those that share the heads of the model's attention."""
+    """(rank, number of ranks) among the ranks that share the heads of the model's attention."""
     import torch.distributed as distributed
 
     group = params.attn_tp_cache_group or params.tp_cache_group
@@ -390,7 +394,7 @@ def _place_of(params):
 
 
 class _Labelled:
-    """SGLang's own metrics, which its processes share through a directory."""
+    """Counters in SGLang's own metrics, which its processes share through a directory."""
 
     def __init__(self, rank):
         from prometheus_client import Counter

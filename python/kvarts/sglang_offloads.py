@@ -1,8 +1,8 @@
-"""What SGLang's tree offloads: pages go into the pool piece by piece, and from there to the store.
+"""Offloads of SGLang's tree: pages are copied to the pool in pieces, and stored from there.
 
-An offload is answered in its turn: `True` when every page of it is stored. Until then SGLang keeps its pages; so a large one waits for room and
-needs no more of the pool at a time than there is. All of this is done in the scheduler's thread, which waits for none of it, each time that
-it looks; only puts have threads of their own.
+Offloads are answered in their order: `True` when every page is stored. Until then SGLang keeps the pages, so a large offload can wait for room and does
+not need room for all of its pages at the same time. The work is done in the scheduler's thread, a part in each pass, and never waits. Only puts have
+their own threads.
 """
 
 import time
@@ -14,20 +14,20 @@ from .link import logger, reason_of
 
 #: Bytes of a piece.
 _PIECE = 32 << 20
-#: Pages of which it is known which page is before them.
+#: The limit of pages whose preceding page is remembered.
 _ORDERED = 1 << 17
 
 
 class _Offload:
-    """Pages of one node. `transfers`: (pool of the tree, keys, places)."""
+    """The pages of one node of the tree. `transfers`: (pool of the tree, keys, indices)."""
 
     def __init__(self, transfers, ready, until):
         self.transfers, self.ready = transfers, ready
-        self.pieces = None  # those that are not taken yet
-        self.next = None  # the one for which there was no room
-        self.until = until  # how long it waits for that
+        self.pieces = None  # the pieces that are not taken yet
+        self.next = None  # the piece for which there was no room
+        self.until = until  # the end of the wait for room
         self.is_taken, self.is_whole = not transfers, True
-        self.open = 0  # pieces that are under way
+        self.open = 0  # pieces under way
 
     @property
     def is_over(self):
@@ -35,18 +35,18 @@ class _Offload:
 
 
 class Offloads:
-    """`stats(what, count, label)` is told what became of blocks; `make_room()` is asked for room in the pool."""
+    """The offloads of a tree. `stats(what, count, label)` counts the outcome of blocks; `make_room()` frees room in the pool."""
 
     def __init__(self, pools, desk, dock, link, timeout, stats, make_room):
         self._pools, self._desk, self._dock, self._link = pools, desk, dock, link
         self._timeout, self._stats, self._make_room = timeout, stats, make_room
         self._in_turn = deque()
-        self._saves = []  # (offload, room, what saves)
-        self._answers = deque()  # of threads that put
-        self._before = OrderedDict()  # page -> the page before it, of those that were seen last
+        self._saves = []  # (offload, room, copy to the pool)
+        self._answers = deque()  # results of puts, from their threads
+        self._before = OrderedDict()  # page -> the page before it, for the pages seen last
 
     def follow(self, names):
-        """These pages follow each other in a prompt. SGLang offloads its nodes without the pages before them, which look-ups have named."""
+        """Remembers the order of a prompt's pages. SGLang offloads a node without the pages before it; look-ups name those."""
         for before, name in zip(names, names[1:]):
             self._before.pop(name, None)
             self._before[name] = before
@@ -54,12 +54,12 @@ class Offloads:
             self._before.popitem(last=False)
 
     def add(self, transfers, ready):
-        """`ready`: events behind which the pages are written. Without transfers it is done."""
+        """Adds an offload. `ready`: events of the device after which the pages are complete. An offload without transfers is done."""
         self._in_turn.append(_Offload(transfers, ready, time.monotonic() + self._timeout))
         self.look()
 
     def ended(self):
-        """How many leading ones have ended."""
+        """The number of leading offloads that have ended."""
         self.look()
         count = 0
         for offload in self._in_turn:
@@ -72,13 +72,13 @@ class Offloads:
         return self._in_turn.popleft().is_whole
 
     def give_up(self):
-        """Returns when no page is read any more. What was taken is stored, and nobody is told."""
+        """Drops all offloads; returns when no page is read any more. Pieces in the pool are still stored, without a report."""
         self._in_turn.clear()
         while self._saves:
             self._put_saved(1.0)
 
     def look(self):
-        """Goes on with what can go on."""
+        """Continues all offloads that can continue without waiting."""
         while self._answers:
             self._learn(*self._answers.popleft())
         self._put_saved(0.0)
@@ -93,14 +93,14 @@ class Offloads:
                 if not saving.is_done(timeout):
                     continue
             except kvarts.Error as error:
-                # What the device has of it may still be written to: the room is lost with it.
+                # The device may still write to the room, so the room is lost.
                 self._answers.append((offload, len(room.keys), 0, error))
             else:
                 self._desk.put(room, lambda stored, why, one=offload, of=len(room.keys): self._answers.append((one, of, stored, why)))
             self._saves.remove(one)
 
     def _take(self, offload):
-        """Takes pieces while there is room; whether all of them are taken, or given up."""
+        """Takes pieces while there is room; returns whether all of them are taken or given up."""
         try:
             if not all(event.query() for event in offload.ready):
                 return False
@@ -122,14 +122,14 @@ class Offloads:
                 self._saves.append((offload, room, saving))
                 offload.open += 1
                 offload.next, offload.until = None, time.monotonic() + self._timeout
-        except Exception as error:  # a defect here must not leave a node that waits for its answer
-            logger.exception("kvarts: an offload failed")
+        except Exception as error:  # after a defect here, the node must still get its answer
+            logger.exception("kvarts: an offload failed because of a defect in Kvarts; report it")
             self._fail(offload, reason_of(error))
         offload.is_taken = True
         return True
 
     def _pieces(self, transfers):
-        """(group, keys, pages), of all attention before its windows: they are of no use without it."""
+        """Yields (group, keys, pages). Groups with attention over all tokens come before windows, which are useless without them."""
         for name, keys, indices in transfers:
             self.follow(keys)
             for pool in self._pools.of(name):
@@ -140,15 +140,15 @@ class Offloads:
                     yield pool.group, keys[at : at + count], slots[at : at + count]
 
     def _room(self, offload, group, keys):
-        """Room in the pool; or none and why."""
+        """(room in the pool, None), or (None, the reason)."""
         if self._desk.name is None or self._link.away:
             return None, "away"
         if not self._link.puts_away and (room := self._desk.room_for(group, keys, 0, self._before.get(keys[0], b""))) is not None:
             return room, None
         if not self._saves and not self._link.puts_away:
-            # Nothing that is under way gives room back.
+            # No save under way will free room.
             self._make_room()
-        # All that wait do so at the same time: SGLang cannot use their pages meanwhile.
+        # All offloads wait at the same time, because SGLang cannot use their pages meanwhile.
         return None, "wait" if time.monotonic() < offload.until else "busy"
 
     def _fail(self, offload, why):
@@ -158,7 +158,7 @@ class Offloads:
         self._stats("dropped", left, why)
 
     def _learn(self, offload, count, stored, why):
-        """What became of a put."""
+        """Takes the result of a put."""
         offload.open -= 1
         self._stats("saved", stored)
         if stored == count:

@@ -1,4 +1,4 @@
-"""Files in memory that an engine's buffers are mapped from: found by address, and made known to the server's disks."""
+"""Finds the files in memory that an engine's buffers map, and registers them, so that the server's disks can write into them."""
 
 import array
 import ctypes
@@ -12,7 +12,7 @@ import kvarts
 
 from .link import logger
 
-#: `PROCMAP_QUERY`: the kernel says which mapping has an address (Linux 6.11 and later).
+#: `PROCMAP_QUERY`: returns the mapping of an address (Linux 6.11 and later).
 _QUERY = 0xC0686611
 _QUERY_BYTES = struct.Struct("=9Q4I2Q")
 _WRITABLE_AND_SHARED = 0x2 | 0x8
@@ -20,7 +20,7 @@ _NAME_MAX = 4096
 
 
 class Mapping(NamedTuple):
-    """Addresses that are mapped from one file, for writing and shared."""
+    """A range of addresses that maps one file, writable and shared."""
 
     first: int
     last: int
@@ -30,7 +30,7 @@ class Mapping(NamedTuple):
 
 
 def _asked(maps, address, name=None):
-    """What the kernel says of an address: a mapping, or `None` for memory of another kind. Raises `OSError` where it cannot be asked."""
+    """Queries the kernel for the mapping of an address; `None` for memory of another kind. Raises `OSError` if the kernel does not support the query."""
     place, size = name.buffer_info() if name is not None else (0, 0)
     query = bytearray(_QUERY_BYTES.pack(_QUERY_BYTES.size, 0, address, *[0] * 6, 0, 0, size, 0, place, 0))
     try:
@@ -44,7 +44,7 @@ def _asked(maps, address, name=None):
 
 
 def _read(address):
-    """The same out of the list of all mappings, and the file's name."""
+    """The mapping of an address, from the list of all mappings, and the file's name."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             place, access, offset, device, inode, *path = line.split(maxsplit=5)
@@ -65,8 +65,8 @@ def _address_of(buffer):
 
 
 def _opened(mapping, name):
-    """A descriptor of a mapping's file, to be closed by the caller, or `None`."""
-    # A file without a name is still there if its maker has it open.
+    """Opens a mapping's file; returns a descriptor that the caller must close, or `None`."""
+    # A file without a name can still be opened if its creator has it open.
     for path in [name, *(f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))]:
         try:
             found = os.stat(path)
@@ -78,8 +78,8 @@ def _opened(mapping, name):
 
 
 def file_of(buffer):
-    """The file in memory that a writable buffer is mapped from: its descriptor, to be closed by the caller, and the offset in it
-    at which the buffer begins. `None` for memory of another kind, or where the file cannot be opened."""
+    """The file in memory that a writable buffer maps: a descriptor, which the caller must close, and the offset of the buffer in the
+    file. `None` for memory of another kind, or if the file cannot be opened."""
     begin = _address_of(buffer)
     mapping, name = _read(begin)
     if mapping is None or begin + memoryview(buffer).nbytes > mapping.last or (begin - mapping.first) % 4096:
@@ -89,25 +89,25 @@ def file_of(buffer):
 
 
 def adopt(client, buffer):
-    """Makes an engine's memory known: for the server's disks to write into where it is a file in memory, else to be copied."""
+    """Registers an engine's memory. If it is a file in memory, the server's disks write into it directly; otherwise bytes are copied."""
     found = file_of(buffer)
     if found is not None:
         fd, offset = found
         try:
             return client.adopt(buffer, fd=fd, offset=offset)
         except kvarts.Error as error:
-            logger.warning("kvarts: the server cannot use the engine's memory, so this process copies the blocks: %s", error)
+            logger.warning("kvarts: the server cannot write into the engine's memory directly, so this process copies the blocks (slower): %s", error)
         finally:
             os.close(fd)
     return client.adopt(buffer)
 
 
 class Pools:
-    """The files in memory that views without an owner lie in, each made known when the first of its views is met.
+    """The files in memory of views that do not own their memory. A file is registered at the first use of one of its views.
 
-    Such a view does not keep its memory mapped, and an address may belong to other memory later. So the kernel is asked before each
-    batch whether every known file is still mapped where it was, and one that is not is forgotten. A kernel that cannot be asked
-    (before 6.11) leaves nothing known: bytes are copied."""
+    Such a view does not keep its memory mapped, and its address may belong to other memory later. Before each batch, the kernel is
+    therefore queried whether every registered file is still mapped at its address, and a file that is not is unregistered. With a
+    kernel without this query (before 6.11) no file is registered, and bytes are copied."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -120,18 +120,18 @@ class Pools:
             self._maps = None
 
     def close(self):
-        """Lets go of the list of mappings; the files are the client's to close."""
+        """Closes the list of mappings. The client closes the files."""
         with self._lock:
             maps, self._maps = self._maps, None
         if maps is not None:
             maps.close()
 
     def is_ready(self, views):
-        """Whether a batch with these views can be submitted. If not, `prepare` is to be called first."""
+        """Whether a batch with these views can be submitted. If not, call `prepare` first."""
         return self._unknown(views) is None
 
     def prepare(self, client, views):
-        """Makes the file known that the views lie in, if they lie in one. May wait for the server."""
+        """Registers the file of the views, if they are in one. May wait for the server."""
         mapping = self._unknown(views)
         if mapping is None:
             return
@@ -141,16 +141,16 @@ class Pools:
         fd = _opened(mapping, name.tobytes().split(b"\0", 1)[0].decode(errors="replace"))
         try:
             if fd is None:
-                raise kvarts.Invalid("the file of the memory cannot be opened")
+                raise kvarts.Invalid("the file in memory cannot be opened")
             nbytes = mapping.last - mapping.first
             memory = client.adopt(mapping.first, fd=fd, offset=mapping.offset, nbytes=nbytes)
             with self._lock:
                 self._known[mapping] = memory
-            logger.info("kvarts: the server reads blocks from disk directly into the engine's memory, %d MiB", nbytes >> 20)
+            logger.info("kvarts: the server reads blocks from disk directly into %d MiB of the engine's memory", nbytes >> 20)
         except kvarts.Error as error:
             if isinstance(error, (kvarts.Retry, kvarts.Deadline)):
                 raise
-            logger.warning("kvarts: the server cannot use the engine's memory, so this process copies the blocks: %s", error)
+            logger.warning("kvarts: the server cannot write into the engine's memory directly, so this process copies the blocks (slower): %s", error)
             with self._lock:
                 self._refused.add((mapping.device, mapping.inode))
         finally:
@@ -158,7 +158,7 @@ class Pools:
                 os.close(fd)
 
     def _unknown(self, views):
-        """The mapping that the first view lies in, if it is not known and may be. Forgets what is not mapped any more."""
+        """The mapping of the first view, if it is not registered and can be. Unregisters files that are no longer mapped."""
         if self._maps is None or not views:
             return None
         with self._lock:

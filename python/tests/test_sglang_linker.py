@@ -194,7 +194,7 @@ class Linkers(unittest.TestCase):
             # Rows that are pages of heads.
             ("its layout", dict(cache=kind("MHATokenToKVPool", layer_num=1, k_buffer=buffers(1), v_buffer=buffers(1), dtype=None, size=PAGE * PAGES + 1))),
             ("draft: the setting is missing", dict(changes=draft)),
-            ("kvarts.sglang (does|supports it)", dict(changes=dict(mtp_draft_device_pools=(heads(1),)))),
+            ("use kvarts.sglang instead", dict(changes=dict(mtp_draft_device_pools=(heads(1),)))),
             ("does not support this pool", dict(cache=windows(), components=(FULL, SWA), changes=dict(swa_retain_window=None))),
             ("no such pools", dict(cache=kind("MHATokenToKVPoolFP4"))),
         ):
