@@ -1,14 +1,13 @@
-"""The scheduler's side of a connector: what a request needs comes into a pool before it is promised, and leaves from there when it was
-saved.
+"""The scheduler's side of a connector: it reads a request's blocks into a pool before they are promised, and stores saved blocks from the pool.
 
-Nothing here makes a scheduler wait: what may wait for the server is done in the link's thread, puts and calls for sessions in threads of their own. What
-holds:
+No call makes the scheduler wait. Work that may wait for the server runs in the link's thread; puts and calls for sessions have their own threads.
+Guarantees:
 
-- A staging that is over with `blocks` has every part of these blocks in the pool, verified, and held until it is let go of. Nothing that
-  happens to disks, networks or servers afterwards takes them away.
-- A staging ends: a look-up within half of `timeout`, a stage when nothing came for `timeout`, and where the planner knows the engine's
-  times, when waiting has cost as much as computing would have.
-- Of blocks that were saved a caller learns which leading ones are stored, in every column.
+- When a staging has ended with `blocks`, every part of these blocks is in the pool, verified, and held until `let_go`. No later failure of disks,
+  networks or servers affects them.
+- Every staging ends: its look-up within half of `timeout`; its reads when no block has arrived for `timeout`, or, if the planner knows the
+  engine's times, when the wait has taken as long as computing would have.
+- For saved blocks, the caller is notified which leading blocks are stored in every column.
 """
 
 import concurrent.futures
@@ -25,38 +24,38 @@ from .pins import Pins
 from .session_calls import Calls
 from .sessions import Sessions
 
-#: How long the link's thread waits for what arrives before it looks for other work.
+#: Seconds that the link's thread waits for arriving blocks before it checks for other work.
 _LOOK = 0.001
-#: How often the store is asked for blocks that are about to be stored.
+#: Seconds between two look-ups of blocks that are about to be stored.
 _ASK = 0.01
-#: A block that nobody has.
+#: The key of a block that is never stored.
 _NONE = kvarts.key("kvarts", "none")
-#: Why a store does not have blocks, as `Match.missing` calls it.
+#: Causes of absent blocks, as `Match.missing` names them.
 MISSING = ("evicted", "expired", "deleted", "out_of_service", "never_stored", "cut_off")
 #: Threads that wait for puts.
 _PUTTERS = 4
-#: Seconds after which what a request that still waits was answered with is asked for again: it may have been deleted.
+#: Seconds after which the blocks of a waiting request are looked up again, because they may have been deleted.
 FRESH = 2.0
 
 
 class Group(NamedTuple):
-    """Blocks that a prefix needs alike: which columns of them there are, one for each rank that has bytes of its own."""
+    """A group of layers of which a prefix needs the same blocks. `ranks`: its columns, one for each rank with its own bytes."""
 
     number: int
-    #: Of how many last tokens a prefix needs the blocks: `None` for all.
+    #: The number of last tokens whose blocks a prefix needs; `None`: all.
     window: int | None
     ranks: tuple
 
     def first_of(self, boundary, block_tokens):
-        """The first block that a prefix of so many blocks needs."""
+        """The first block that a prefix of `boundary` blocks needs."""
         if self.window is None:
             return 0
         return max(0, boundary - -(-self.window // block_tokens))
 
 
 def spec_of(name, block_tokens, columns):
-    """How blocks are described to a store: of each group its number, how many ranks have bytes of their own, and of every layer the bytes of
-    each of its parts, of one rank."""
+    """The spec of blocks for a store. `columns`: for each group (number, number of ranks with their own bytes, for each layer the bytes of its parts on
+    one rank)."""
     layers, parts, kinds = [], {}, {}
     for number, ranks, sizes in columns:
         for of_layer in sizes:
@@ -89,28 +88,29 @@ group = {group}
 
 
 class Staging:
-    """Blocks of one request on their way into the pool. `within`: seconds, after which what has come has to do. `expected`: of so many leading
-    blocks it is known that they are about to be stored."""
+    """Blocks of one request that are read into the pool. `within`: seconds after which the staging ends with the blocks that have arrived.
+    `expected`: the number of leading blocks that another engine is about to store."""
 
     def __init__(self, keys, first, prompt_tokens, spare, within=None, expected=0):
         self.keys = keys
-        #: Blocks before that are in the engine's memory already.
+        #: The number of leading blocks that are in the engine's memory already.
         self.first = first
         self.prompt_tokens, self.spare = prompt_tokens, spare
         self.began = time.monotonic()
-        #: Leading blocks that the store has, once that is known.
+        #: The number of leading blocks in the store; `None` until the look-up is answered.
         self.stored = None
-        #: How many leading blocks can be promised, and where those behind `first` lie in the pool: (group, rank) -> (first block, stretches).
+        #: The number of leading blocks that can be promised, and the positions in the pool of those from `first` on: (group, rank) -> (first block,
+        #: stretches).
         self.blocks, self.columns = first, {}
-        #: Set last: from here on nothing of it changes.
+        #: Set last: afterwards the staging does not change.
         self.over = threading.Event()
-        #: When it was answered with first.
+        #: When a request was first answered with it.
         self.answered = None
         self.within = within
         self.why = None
-        #: Why what the store does not have is not there, by its own account; and how many leading blocks are worth loading, where it was asked.
+        #: The causes of absent blocks, from the store; and the number of leading blocks that are worth loading, from the planner.
         self.missing, self.pays = None, None
-        self.wanted = self.asked = None  # blocks that are being staged, and since when
+        self.wanted = self.asked = None  # the number of blocks that are being staged, and since when
         self.until = None if within is None else self.began + within
         self.expected, self.heard, self.again = expected, self.began, 0.0
         self.stages = []
@@ -125,11 +125,11 @@ class Staging:
         return self.answered is not None and time.monotonic() > self.answered + FRESH
 
     def answer(self):
-        """Takes notice that a request is answered with it."""
+        """Takes notice that a request is answered with this staging."""
         self.answered = self.answered or time.monotonic()
 
     def reasons(self):
-        """Why what was asked for and not staged is not: reason -> blocks."""
+        """The reasons for which requested blocks are not staged: reason -> number of blocks."""
         last = self.blocks
         if self.stored is None:
             # The look-up had no answer.
@@ -138,18 +138,18 @@ class Staging:
         stored = max(last, self.stored)
         paid = stored if self.pays is None else max(last, min(self.pays, stored))
         found["unpaid"] = stored - paid
-        # Without a reason: what a draft model needs behind a prefix.
+        # Without a reason: blocks that are kept back for a draft model.
         found[self.why or "spare"] = paid - last
         return {name: count for name, count in found.items() if count > 0}
 
     def stretches(self, column, first, last):
-        """Where these blocks of a column lie."""
+        """The positions of these blocks of a column."""
         begin, stretches = self.columns[column]
         return cut(stretches, first - begin, last - begin)
 
 
 def cut(stretches, first, last):
-    """Those of stretches that have the blocks `first` to `last`, counted through all of them."""
+    """The parts of stretches that have the blocks `first` to `last`, counted from the first block of all stretches."""
     found, at = [], 0
     for place, blocks, begin, count in stretches:
         low, high = max(first, at), min(last, at + count)
@@ -157,29 +157,29 @@ def cut(stretches, first, last):
             found.append((place, blocks, begin + low - at, high - low))
         at += count
     if sum(count for *_, count in found) != max(0, last - first):
-        raise ValueError(f"the blocks {first} to {last} do not exist: the stage has {at}")
+        raise ValueError(f"the blocks {first} to {last} are not staged: the stage has {at} blocks (a defect in Kvarts; report it)")
     return found
 
 
 class Saving(NamedTuple):
-    """Room in the pool for blocks of a group that follow each other."""
+    """Room in the pool for consecutive blocks of a group."""
 
     group: int
     first: int
     keys: list
     parent: bytes
-    #: rank -> what `Pool.draft` gave
+    #: rank -> draft of `Pool.draft`
     drafts: dict
 
     def stretches(self):
-        """By rank."""
+        """The positions in the pool, by rank."""
         return {rank: draft.stretches() for rank, draft in self.drafts.items()}
 
 
 class Desk:
-    """A pool with its stages, drafts and puts. `link`: of what is connected; `naming`: how `Client.pages` calls the blocks; `groups`: what a
-    prefix needs; `settings`: `pool_bytes`, `timeout`, `durable`, `steps` of the engine for the planner (`kvarts.steps`), and `plans`: whether
-    what does not pay is left out; `opened(pages, pool)`: is called in the link's thread before the pool is there for others."""
+    """A pool with its stages, drafts and puts. `link`: the connection; `naming`: the identity of the blocks, as arguments of `Client.pages`; `groups`: the
+    groups that a prefix needs; `settings`: `pool_bytes`, `timeout`, `durable`, `steps` of the engine for the planner (`kvarts.steps`), and `plans`:
+    whether the planner leaves out blocks that load too slowly; `opened(pages, pool)`: called in the link's thread before the pool is used."""
 
     def __init__(self, link, naming, groups, block_tokens, settings, opened=lambda pages, pool: None):
         self.groups = groups
@@ -188,12 +188,12 @@ class Desk:
         self._steps, self._plans, self._told = settings.steps, settings.plans, None
         self._pool_bytes, self._when_opened = settings.pool_bytes, opened
         self._pool = self._pages = self._client = None
-        #: The pool's name, for the workers, and that of the blocks' namespace, once there is one.
+        #: The pool's name, for the workers, and the namespace of the blocks; `None` until the pool is open.
         self.name = self.namespace = None
         self._opening, self._again, self._knocked, self._why = False, 0.0, 0.0, None
         self._settled = threading.Event()
         self._stagings, self._expecting = [], []
-        #: Blocks that stages have found in the pool, and that came for them.
+        #: The numbers of blocks that stages have found in the pool, and that arrived for them.
         self.found = self.came = 0
         self._pins, self._pace = Pins(), Pace()
         self._sessions = Sessions([(group.number, rank) for group in groups for rank in group.ranks])
@@ -204,37 +204,37 @@ class Desk:
     # Of the scheduler's thread.
 
     def open(self):
-        """Takes a pool from the server, if there is none and none is being taken."""
+        """Begins to open a pool on the server, if none is open or being opened."""
         if self._pool is None and not self._opening and not self._link.away and time.monotonic() >= self._again:
             self._opening = True
             self._link.do(self._opened, self._not_opened)
 
     def settle(self, timeout):
-        """Waits until it is known whether there is a pool: for an engine that starts."""
+        """Waits until the first attempt to open a pool has ended. For the start of an engine."""
         # ends: `timeout`, the caller's
         self._settled.wait(timeout)
 
     def knock(self):
-        """Has the connection made again if it broke: a worker finds the pool only where the server knows of it."""
+        """Restores a broken connection. A worker can attach to the pool only while this process is connected to the server."""
         if self._pool is not None and time.monotonic() >= self._knocked + self._timeout / 2:
             self._knocked = time.monotonic()
             self._link.do(lambda client: self._pages.exists([_NONE]) and None, lambda error: None)
 
     def stage(self, keys, first, prompt_tokens, spare=0, within=None, expected=0):
-        """Brings what these blocks from `first` on need into the pool. `spare`: so many blocks at the end must be stored, and are not
-        promised; `within`: after so many seconds it ends with what has come; `expected`: so many leading blocks are waited for until no more of
-        them was stored for `timeout`."""
+        """Begins to read blocks from `first` on into the pool. `spare`: the number of last blocks that must be stored but are not promised; `within`:
+        seconds after which the staging ends with the blocks that have arrived; `expected`: the number of leading blocks to wait for, until no further
+        one was stored for `timeout`."""
         staging = Staging(keys, first, prompt_tokens, spare, within, expected)
         self._link.do(lambda client: self._look_up(staging), lambda error: self._failed(staging, error))
         return staging
 
     def let_go(self, staging):
-        """Its blocks are not needed any more."""
+        """Releases the blocks of a staging."""
         staging.is_wanted = False
         self._link.then(lambda: self._close(staging))
 
     def room_for(self, group, keys, first, parent):
-        """Room for blocks of a group that are to be saved, in every column; `None` where there is none now. It waits for nothing."""
+        """Reserves room for saved blocks of a group, in every column; `None` if the pool has no room now. It does not wait."""
         drafts = {}
         try:
             for rank in group.ranks:
@@ -245,23 +245,23 @@ class Desk:
         return Saving(group.number, first, keys, parent, drafts)
 
     def give_back(self, savings):
-        """Room that is not used."""
+        """Releases unused room."""
         drafts = [draft for saving in savings for draft in saving.drafts.values()]
         if drafts:
-            # A read that waits for room may begin then, and wait for a connection.
+            # In the link's thread: the release may start a read that waits for a connection.
             self._link.then(lambda: [draft.close() for draft in drafts])
 
     def forget(self):
-        """What no request holds is read again when it is asked for."""
+        """Discards all blocks in the pool that no request holds."""
         self._link.then(lambda: self._pool is not None and self._pool.clear())
 
     def put(self, saving, done, ttl=None):
-        """Stores what lies in this room, for `ttl` seconds at most. `done(stored, error)` is called in another thread: of the leading blocks how
-        many are stored, and why not more."""
+        """Stores the blocks in this room, for `ttl` seconds at most. Calls `done(stored, error)` in another thread: the number of leading blocks that
+        are stored, and the error of the next one."""
         self._putters.submit(self._put, saving, done, ttl)
 
     def pin(self, keys, seconds, done):
-        """Holds what the store has of a chain against eviction. `done(blocks, error)` is called in the link's thread."""
+        """Protects the stored blocks of a chain from eviction. Calls `done(blocks, error)` in the link's thread, with the number of protected blocks."""
 
         def pin(client):
             blocks = self._pins.hold(self._pages, keys, seconds) if self._pages is not None else 0
@@ -271,18 +271,19 @@ class Desk:
         self._link.do(pin, lambda error: done(0, error))
 
     def go_on(self, keys, turn, done):
-        """A turn of a session is over and stored. `done(how, error)` is called in the sessions' thread, or at once where too many turns wait."""
+        """Records a turn of a session that has ended and is stored. Calls `done(how, error)` in the sessions' thread, or at once if too many turns
+        wait."""
 
         def go_on():
             if self._pages is None:
-                return done(None, kvarts.Retry("no pool yet", "Away"))
+                return done(None, kvarts.Retry("the pool of shared memory is not open yet", "Away"))
             keyed = [key if len(key) == 32 else kvarts.key(key) for key in keys]
             done(self._sessions.go_on(self._client, self._pages, keyed, turn), None)
 
         self._calls.give(go_on, lambda error: done(None, error), len(keys))
 
     def end_session(self, name, dropped):
-        """The conversation of this name has no further turn. `dropped(error)`: is called where that could not be said; then its lease ends it."""
+        """Ends the session of this name. Calls `dropped(error)` if the call failed; the session then ends with its lease."""
         self._calls.give(lambda: self._pages is not None and self._sessions.end(self._client, name), dropped)
 
     def close(self, timeout):
@@ -297,10 +298,10 @@ class Desk:
     # Of the link's thread.
 
     def _opened(self, client):
-        """Once: what is staged lies in the pool that the workers have."""
+        """Opens the pool. It is opened once, because the workers are attached to it."""
         pages = client.pages(durable=self._durable, timeout=self._timeout / 2, **self._naming)
         pool = client.shared_pool(self._pool_bytes)
-        # A pool keeps what is saved in it from when it knows of the deletes of these blocks: it asks for that when it first stages any.
+        # A pool keeps saved blocks only while it receives events of their deletion, to which it subscribes at its first stage.
         columns = [(pages, group.number, rank) for group in self.groups[:1] for rank in group.ranks[:1]]
         stage = pool.stage(columns, [_NONE], silence=self._timeout)
         # ends: its argument, half of the timeout
@@ -317,7 +318,7 @@ class Desk:
         self._opening = False
         self._settled.set()
         if str(error) != self._why:
-            logger.warning("kvarts: the shared memory could not be opened, so no block is loaded or saved: %s", error)
+            logger.warning("kvarts: the pool of shared memory could not be opened; no block is loaded or saved until a retry succeeds: %s", error)
         self._why = str(error)
 
     def _failed(self, staging, error):
@@ -338,11 +339,11 @@ class Desk:
             stage.close()
 
     def _look_up(self, staging):
-        """What the store has, and what of it pays."""
+        """Looks up the blocks, and begins to stage those that are worth loading."""
         if not staging.is_wanted:
             return self._end(staging)
         if self._pool is None:
-            return self._failed(staging, kvarts.Retry("no pool yet", "Away"))
+            return self._failed(staging, kvarts.Retry("the pool of shared memory is not open yet", "Away"))
         match = self._matched(staging.keys)
         self._link.answered()
         staging.stored, staging.missing = match.blocks, match.missing
@@ -352,7 +353,7 @@ class Desk:
         self._found(staging, blocks)
 
     def _expect(self, staging):
-        """What is there already comes into the pool meanwhile; not windows, which lie elsewhere behind each block."""
+        """Waits for expected blocks, and stages the stored ones meanwhile. Not with windows, because each length of a prefix needs other blocks of them."""
         now = time.monotonic()
         staging.again = now + _ASK
         if staging not in self._expecting:
@@ -366,7 +367,7 @@ class Desk:
                 stage.close()
 
     def _ask_again(self, staging):
-        """Asks for what is expected, if it is time to; whether that is over."""
+        """Looks up expected blocks again, if it is time; returns whether the wait is over."""
         now = time.monotonic()
         if staging.is_wanted and now < staging.again:
             return False
@@ -376,7 +377,7 @@ class Desk:
             self._link.failed(error)
             if not staging.stages:
                 raise
-            # What lies in the pool stays good.
+            # Blocks in the pool stay valid.
             staging.wanted = staging.stored
             self._stagings.append(staging)
             return True
@@ -395,29 +396,30 @@ class Desk:
         return True
 
     def _matched(self, keys):
-        """What the store has, held until it is read. A tenant that may hold no more loads without: what is evicted before it is read is a miss."""
+        """Looks up blocks, and holds them until they are read. Beyond the tenant's limit of holds the look-up holds nothing: a block that is evicted before
+        its read is a miss."""
         try:
             return self._pages.match(keys, hold=2 * self._timeout)
         except (kvarts.Refused, kvarts.Retry) as error:
-            # `Busy`: there are too many leases together, of this tenant or of all.
+            # `Busy`: too many leases, of this tenant or of all tenants.
             if error.reason not in ("PinCap", "Busy"):
                 raise
             return self._pages.match(keys)
 
     def _found(self, staging, blocks):
-        """Stages what of these blocks pays."""
+        """Stages those of the stored blocks that are worth loading."""
         if staging.spare and blocks > staging.first:
             blocks = self._pages.match(staging.keys[: blocks - staging.spare]).blocks if blocks > staging.spare else 0
         times = self._steps.times
-        # The store takes its blocks to be worth what the engine takes to compute them, also where nothing is left out.
-        # What another engine has computed for this request is not computed again.
+        # The store values blocks by the engine's times, so it receives the times also without plans.
+        # Blocks that another engine computed for this request are always loaded.
         is_asked = not staging.expected and (self._plans or times is not self._told)
         if times is not None and blocks > staging.first and is_asked:
             blocks = self._paying(staging, blocks, times)
         self._begin(staging, blocks)
 
     def _paying(self, staging, blocks, times):
-        # A request is let in when all of it is in the pool: nothing of it is computed before.
+        # A request is scheduled when all of its blocks are in the pool, and not computed before.
         first = staging.first
         found = self._pages.match(
             staging.keys[:blocks],
@@ -428,14 +430,14 @@ class Desk:
             overlap="none",
         )
         self._told = times
-        # What only other nodes have has no plan.
+        # There is no plan for blocks that only other nodes have.
         if not self._plans or found.plan is None or found.blocks < blocks:
             return blocks
         pays = max(found.plan.blocks, staging.first)
         if not self._pace.pays(self._bytes_of(first, pays), self._spared_ms(times, staging, pays), time.monotonic()):
             pays = first
         staging.pays = pays
-        # A plan knows of the disks, not of the pool: what lies there need not be loaded.
+        # The plan does not know which blocks are in the pool already.
         if pays < blocks and (here := self._in_pool(staging, blocks)) > pays:
             return here
         until = time.monotonic() + found.plan.held_ms / 1000
@@ -443,7 +445,7 @@ class Desk:
         return pays
 
     def _bytes_of(self, first, blocks):
-        """What a prefix of so many blocks has to be read of, behind `first`, if nothing of it is in the pool."""
+        """The bytes to read for a prefix of this number of blocks, behind `first`, if no block is in the pool."""
         own = ((group, max(first, group.first_of(blocks, self._block_tokens))) for group in self.groups)
         return sum(max(0, blocks - begin) * len(group.ranks) * self._pages.block_bytes(group.number) for group, begin in own)
 
@@ -452,20 +454,20 @@ class Desk:
         return times.prefill_ms(cached, max(1, blocks * self._block_tokens - cached))
 
     def _learn_pace(self, staging, least):
-        """What a stage that a plan has advised tells of the next one."""
+        """Records whether a planned stage was too slow, for later plans."""
         if staging.pays is None or staging.pays <= staging.first:
             return
         if least >= staging.wanted:
             self._pace.was_good()
             return
         now = time.monotonic()
-        # What is merely not there says nothing of the pace; nor does a pool without room, at once.
+        # Absent blocks say nothing about the pace, nor does a pool that has no room at once.
         is_slow = staging.why == "late" or any(isinstance(stage.why, (kvarts.Retry, kvarts.Deadline)) for stage, *_ in staging.stages)
         if is_slow and now - staging.asked >= self._timeout / 4:
             self._pace.was_slow(self._bytes_of(staging.first, least), now - staging.asked, now)
 
     def _in_pool(self, staging, blocks):
-        """How many leading blocks are in the pool, of those that a prefix of this length needs."""
+        """The number of leading blocks in the pool, among those that a prefix of this length needs."""
         before = self._pool.counts["hits"]
         stages = self._stages_of(staging, blocks)
         found = self._pool.counts["hits"] - before
@@ -478,7 +480,7 @@ class Desk:
         return staging.first + found * (blocks - staging.first) // needed
 
     def _begin(self, staging, blocks):
-        """Stages what a prefix of so many blocks needs."""
+        """Begins to stage the blocks that a prefix of this number of blocks needs."""
         if blocks <= staging.first or not staging.is_wanted:
             self._close(staging)
             return self._end(staging)
@@ -492,7 +494,7 @@ class Desk:
         self._link.watch(self._look)
 
     def _stages_of(self, staging, blocks, stages=None):
-        """Stages of what a prefix of this number of blocks needs; they are added to `stages` one by one, so that none is lost when one fails."""
+        """The stages for a prefix of this number of blocks. Each one is added to `stages` at once, so that none is lost if a later one fails."""
         ranges, stages = {}, [] if stages is None else stages
         for group in self.groups:
             begin = max(staging.first, group.first_of(blocks, self._block_tokens))
@@ -508,7 +510,7 @@ class Desk:
         return stages
 
     def _look(self):
-        """Waits a little for what arrives; whether there is anything to look for."""
+        """Waits a moment for arriving blocks; returns whether any staging is still open."""
         if self._stagings:
             first = next((stage for stage, *_ in self._stagings[0].stages if not stage.is_over), None)
             if first is not None:
@@ -522,9 +524,9 @@ class Desk:
                 try:
                     if look(staging):
                         among.remove(staging)
-                except Exception as error:  # a defect here must not leave a request that waits
+                except Exception as error:  # after a defect here, the waiting request must continue
                     if not isinstance(error, kvarts.Error):
-                        logger.exception("kvarts: a stage failed")
+                        logger.exception("kvarts: a stage failed because of a defect in Kvarts; report it")
                     among.remove(staging)
                     self._failed(staging, error)
         return bool(self._stagings or self._expecting)
@@ -537,7 +539,7 @@ class Desk:
         is_late = staging.until is not None and time.monotonic() >= staging.until
         if not is_late and not all(stage.is_over for stage, *_ in staging.stages):
             return False
-        # What has come is counted when they are over, and not before: the last of it comes just before that.
+        # Count the arrived blocks after the end of the stages: the last blocks arrive just before it.
         least = min(begin + stage.staged for stage, begin, _ in staging.stages)
         if least < staging.wanted:
             staging.why = next((reason_of(stage.why) for stage, *_ in staging.stages if stage.why is not None), "late")
@@ -550,7 +552,7 @@ class Desk:
         staging.columns = {column: (begin, stage.stretches(at)) for stage, begin, columns in staging.stages for at, column in enumerate(columns)}
         staging.blocks = max(staging.first, least)
         if staging.blocks == staging.first and not is_late:
-            # What is late goes on to the pool, for whoever asks next.
+            # Late blocks still go to the pool, for the next request.
             self._close(staging)
         self._end(staging)
         return True
@@ -567,8 +569,8 @@ class Desk:
                     stored, why = good, draft.why
         except kvarts.Error as error:
             stored, why = 0, error
-        except Exception as error:  # a defect here must not leave what waits for it
-            logger.exception("kvarts: a put failed")
+        except Exception as error:  # after a defect here, the caller must still get its result
+            logger.exception("kvarts: a put failed because of a defect in Kvarts; report it")
             stored, why = 0, error
         for draft in saving.drafts.values():
             draft.close()
@@ -576,5 +578,5 @@ class Desk:
 
     def _timeout_of(self, saving):
         nbytes = len(saving.keys) * self._pages.block_bytes(saving.group) * len(saving.drafts)
-        # In a queue behind others.
+        # A put may wait for the other puts of the pool's threads.
         return allowed(self._timeout, _PUTTERS * nbytes)

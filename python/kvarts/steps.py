@@ -1,8 +1,7 @@
-"""How long an engine computes a prompt, by its own steps: what the planner asks, and what a store takes its blocks to be worth.
+"""Measures an engine's prefill times by its own steps. The planner uses the times, and the store values blocks by them.
 
-A prompt counts when it was computed in steps that computed hardly anything else, none of which waited for a load. What counts is the time of
-all of its tokens together, however many steps they took. A step lasts from when it was made, or from the end of the step before, where the
-engine makes a step ahead.
+A prompt is measured if its steps computed almost nothing else and did not wait for a load. The measure is the time of all steps of the prompt together.
+A step lasts from its creation, or from the end of the previous step if the engine creates steps ahead of time.
 """
 
 import threading
@@ -11,20 +10,20 @@ from collections import deque
 
 import kvarts
 
-#: Prompts that are measured before anything is said.
+#: The number of measured prompts before the times are used.
 _LEAST = 16
-#: Tokens of a prompt that says anything.
+#: The minimum of tokens of a measured prompt.
 _TOKENS = 64
-#: How many times as long the longest prompt must be as the shortest: prompts alike do not tell what a step takes from what a token does, and
-#: a hit would seem to spare nothing.
+#: The minimal ratio of the longest to the shortest prompt. Prompts of similar lengths do not separate the time of a step from that of a token, and a
+#: hit would seem to save no time.
 _WIDTH = 4
-#: How much of a step's tokens a prompt must have for the step to count as its own.
+#: The minimal fraction of a step's tokens that a prompt must have for the step to be measured.
 _OWN = 0.9
-#: Prompts of like lengths of which the one in the middle counts.
+#: The number of prompts in a class of lengths, of which the median counts.
 _KEPT = 5
-#: Classes of lengths, the latest ones: a request carries no more.
+#: The limit of classes of lengths, for which the latest ones are kept. A request has no room for more.
 _CLASSES = 128
-#: Steps that are made and whose end was not told: more of them no engine has.
+#: The limit of created steps whose end was not reported. No engine creates more steps ahead.
 _AHEAD = 8
 
 
@@ -38,7 +37,7 @@ class _Prompt:
 
 
 class Steps:
-    """`given`: what the operator says of the engine's times, as `kvarts.Times` takes it; what is measured is added to it."""
+    """The engine's times. `given`: the operator's arguments of `kvarts.Times`; measured times are added to them."""
 
     def __init__(self, given=None):
         self._given = dict(given or {})
@@ -50,13 +49,13 @@ class Steps:
     # Of the scheduler's thread.
 
     def begin(self, counts, cached, left, waits=False):
-        """A step is made: of each request its tokens; `cached(name)`: those that were computed before it, `left(name)`: those of its prompt
-        behind them. `waits`: whether it waits for a load."""
+        """Takes notice of a new step. `counts`: name of a request -> its tokens in the step; `cached(name)`: tokens that were computed before the step;
+        `left(name)`: the prompt's tokens behind these. `waits`: whether the step waits for a load."""
         own = {}
         for name, count in counts.items():
             prompt = self._prompts.get(name)
             if prompt is not None and cached(name) != prompt.cached + prompt.made:
-                # The engine took back what it had computed.
+                # The engine has discarded computed tokens.
                 del self._prompts[name]
                 prompt = None
             if prompt is None and left(name) > 1:
@@ -67,12 +66,12 @@ class Steps:
                 own[name] = (prompt, count)
         self._made.append((time.monotonic(), own))
         if len(self._made) > _AHEAD:
-            # The engine does not tell.
+            # The engine does not report the ends of steps.
             self._made.clear()
             self._prompts.clear()
 
     def end(self):
-        """The oldest step that was made has run."""
+        """Takes notice that the oldest step has run."""
         if not self._made:
             return
         (began, own), now = self._made.popleft(), time.monotonic()
@@ -86,13 +85,13 @@ class Steps:
                     self.add(prompt.cached, prompt.left, prompt.ms)
 
     def forget(self, name):
-        """A request is over. One of one token is over before the end of its step is told: its prompt counts all the same."""
+        """Takes notice that a request has ended. A request with one token ends before the end of its step is reported; its prompt is still measured."""
         prompt = self._prompts.get(name)
         if prompt is not None and prompt.made < prompt.left:
             del self._prompts[name]
 
     def add(self, cached, new, ms):
-        """A prompt was computed."""
+        """Adds the measured time of a prompt."""
         if new < _TOKENS or ms <= 0:
             return
         place = cached.bit_length(), new.bit_length()
@@ -109,7 +108,7 @@ class Steps:
 
     @property
     def times(self):
-        """What is known of the engine; `None` until enough is."""
+        """The engine's times as `kvarts.Times`; `None` until enough prompts were measured."""
         with self._lock:
             if self._is_new and self._count >= _LEAST:
                 self._is_new = False

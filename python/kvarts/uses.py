@@ -1,20 +1,20 @@
-"""How often blocks were used, of the latest ones: for an operator who wants only that stored which comes again."""
+"""Counts the uses of recent blocks, so that only blocks with repeated uses are stored (`store_after`)."""
 
 from collections import OrderedDict
 
-#: Blocks that are remembered. Those that were not used for longest are forgotten first, and count from nothing again.
+#: The limit of remembered blocks. The least recently used ones are dropped first; their counts start again at 0.
 _KEPT = 1 << 17
 
 
 class Uses:
-    """`least`: what is used so often is worth to be stored."""
+    """The counts. `least`: the number of uses after which a block is worth storing."""
 
     def __init__(self, least, kept=_KEPT):
         self.least = least
         self._kept, self._counts = kept, OrderedDict()
 
     def use(self, keys):
-        """Blocks that follow each other are used once more; how many leading ones were used often enough, now included."""
+        """Counts one use of each of these consecutive blocks; returns the number of leading blocks with at least `least` uses."""
         leading, is_leading = 0, True
         for key in keys:
             count = self._counts.pop(key, 0) + 1

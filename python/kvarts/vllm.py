@@ -3,15 +3,15 @@
     --kv-transfer-config '{"kv_connector": "Kvarts", "kv_connector_module_path": "kvarts.vllm", "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000, "server": "/run/kvarts/kvarts.sock"}}'
 
-`Kvarts` is vLLM's own `OffloadingConnector` with one secondary tier, `KvartsTier`: KV blocks go from the device to host memory
-and from there to disk, and come back the same way. What holds:
+`Kvarts` is vLLM's own `OffloadingConnector` with one secondary tier, `KvartsTier`: KV blocks are copied from the device to host
+memory and from there to disk, and back the same way. Guarantees:
 
-- A block comes back with the bytes that were stored under its hash and group by an engine of the same identity (`identity_of`),
-  or it is recomputed. A promotion of which some blocks failed says which ones are good.
-- The scheduler never waits here: it submits, and looks later. A look-up is answered within half of `timeout` seconds, and a load ends
-  when nothing came of it for as long (a second later at most), also if the server has stopped; one of which parts come goes on.
-  While the server is away, every block is a miss and stores are dropped; it comes back by itself. The engine starts without a
-  server, too.
+- A loaded block has the bytes that an engine of the same identity (`identity_of`) stored under its hash and group, or it is
+  recomputed. The result of a promotion with failed blocks names the good blocks.
+- The scheduler never waits: it submits requests and collects results later. A look-up ends within half of `timeout` seconds, and a
+  load ends when no part of it has arrived for as long (a second later at most), also if the server has stopped. While the server
+  cannot be reached, every block is a miss and stores are dropped. The connection is restored without a restart. The engine also
+  starts without a server.
 """
 
 import json
@@ -42,23 +42,23 @@ from .vllm_identity import identity_of, layout_version
 from .vllm_steps import Watch
 from .vllm_tier_requests import Held, Requests
 
-#: What the connector takes from its configuration and hands to the tier.
+#: Settings of the connector that are passed to the tier.
 _FOR_THE_TIER = ("server", "token_file", "timeout", "pause", "durable", "identity", "backpressure", "times")
 _BLOCKS = "vllm:kv_offload_kvarts_failed_blocks"
 _PINNED, _UNPINNED = "vllm:kv_offload_kvarts_pinned_blocks", "vllm:kv_offload_kvarts_unpinned_blocks"
-#: Seconds after which the store is told again how long the engine computes: one that was started anew does not know.
+#: Seconds after which the engine's times are sent again, because a restarted store does not know them.
 _TOLD = 60.0
-#: A block that nobody has.
+#: The key of a block that is never stored.
 _NONE = kvarts.key("kvarts", "none")
-#: Parts of one load or store at most, and batches under way.
+#: The limits of parts of one load or store, and of batches under way.
 _PARTS, _BATCHES = 64, 8192
 
 
 class Kvarts(OffloadingConnector):
-    """vLLM's offloading connector with Kvarts behind it. `kv_connector_extra_config` takes what `OffloadingConnector` takes
-    (`cpu_bytes_to_use` at least), and `server`, `token_file`, `timeout`, `pause`, `durable`, `times` of `KvartsTier`, `revision` where
-    the model's name does not say it, and `identity` for whatever else decides bytes. `backpressure`: as vLLM takes it of a tier, the
-    detector that leaves stores out while they take too long."""
+    """vLLM's offloading connector with Kvarts as its secondary tier. `kv_connector_extra_config` takes the settings of
+    `OffloadingConnector` (`cpu_bytes_to_use` is required), and `server`, `token_file`, `timeout`, `pause`, `durable`, `times` of
+    `KvartsTier`. `revision`: required if the model's name does not determine it. `identity`: other settings that determine the bytes.
+    `backpressure`: vLLM's detector of a tier that skips stores while they take too long."""
 
     def __init__(self, vllm_config, role, kv_cache_config):
         _complete(vllm_config, kv_cache_config)
@@ -66,7 +66,7 @@ class Kvarts(OffloadingConnector):
         tiers = tiers_of(self, KvartsTier) if role is KVConnectorRole.SCHEDULER and OffloadingWorkerMetadata is not None else []
         self._watch = Watch(tiers[0].steps) if tiers else None
 
-    # A tier does not see steps; the connector does.
+    # The connector measures steps, because a tier does not see them.
 
     def update_state_after_alloc(self, request, *args, **kwargs):
         if self._watch is not None:
@@ -79,7 +79,7 @@ class Kvarts(OffloadingConnector):
         return super().build_connector_meta(scheduler_output)
 
     def build_connector_worker_meta(self):
-        # The scheduler is told of the end of a step without a pass only where there is something to tell.
+        # vLLM reports the end of a step without a forward pass only together with worker metadata.
         told = super().build_connector_worker_meta()
         return told if told is not None or OffloadingWorkerMetadata is None else OffloadingWorkerMetadata()
 
@@ -105,11 +105,11 @@ class Kvarts(OffloadingConnector):
 
 
 def _complete(vllm_config, kv_cache_config=None):
-    """Writes the tier into the configuration: in full where the caches are known, which is where a tier is made."""
+    """Writes the tier into the configuration. The tier is complete only if the caches are known, as they are where vLLM makes a tier."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra.setdefault("spec_name", "TieringOffloadingSpec")
     if getattr(getattr(vllm_config, "kv_events_config", None), "enable_kv_cache_events", False):
-        # Without it routers are told of chunks and not of what is in them.
+        # Without it vLLM's events name chunks without their tokens.
         extra.setdefault("self_describing_kv_events", True)
     tiers = extra.setdefault("secondary_tiers", [])
     tier = next((tier for tier in tiers if tier.get("module_path") == __name__), None)
@@ -126,11 +126,11 @@ def _complete(vllm_config, kv_cache_config=None):
 
 
 class _Job:
-    """A load or a store that is under way, in parts."""
+    """A load or a store under way, in parts."""
 
     def __init__(self, job, page_bytes, request=None):
         self.id = job.job_id
-        self.request = request  # of a store, where something is said of it
+        self.request = request  # of a store, if the request has terms of its own
         self.keys = list(job.keys)
         self.is_load = job.is_promotion
         self.began = time.monotonic()
@@ -139,12 +139,12 @@ class _Job:
         self.open = 0  # parts
 
     def parts(self):
-        """(first, last) of parts, each of which is answered for itself; not more than a few for a job of any size."""
+        """(first, last) of the parts, which are answered separately. Their number is bounded for a job of any size."""
         step = max(1, PART // self.page_bytes, -(-len(self.keys) // _PARTS))
         return [(first, min(first + step, len(self.keys))) for first in range(0, len(self.keys), step)]
 
     def result(self):
-        """What vLLM is told: of a load also which blocks are good, because the others are recomputed."""
+        """The result for vLLM. The result of a load names the good blocks, because vLLM recomputes the others."""
         good = [key for key, here in zip(self.keys, self.results) if here]
         return JobResult(
             job_id=self.id,
@@ -156,14 +156,14 @@ class _Job:
 
 
 class _Lookups:
-    """What is known of the keys that requests ask for, until the last of these requests is over."""
+    """The results of look-ups, kept until the last request with the key has ended."""
 
     def __init__(self):
-        self.found = {}  # key -> True, False, or None: asked
+        self.found = {}  # key -> True, False, or None: look-up under way
         self.to_ask = []
         self.forgotten = 0  # keys
         self._requests = {}  # request -> its keys
-        self._askers = {}  # key -> how many requests
+        self._askers = {}  # key -> number of requests
 
     def of(self, key, request):
         keys = self._requests.setdefault(request, {})
@@ -176,14 +176,15 @@ class _Lookups:
         return self.found[key]
 
     def learn(self, keys, results, forgotten=None):
-        """What was asked when `forgotten` keys had been forgotten. Thousands at a time, in the scheduler's thread: no call for each."""
+        """Takes the results of a look-up that began when `forgotten` keys had been dropped. It makes no call for each key, because the scheduler's thread
+        takes thousands of keys at a time."""
         gone = () if forgotten == self.forgotten else [key for key in keys if key not in self.found]
         self.found.update(zip(keys, results))
         for key in gone:
             self.found.pop(key, None)
 
     def forget(self, request):
-        """It is over; what it asked for."""
+        """Drops a request that has ended; returns the keys that it looked up."""
         keys = self._requests.pop(request, ())
         for key in keys:
             self._askers[key] -= 1
@@ -194,14 +195,14 @@ class _Lookups:
 
 
 class KvartsTier(SecondaryTierManager):
-    """A secondary tier of `TieringOffloadingSpec`, for those who configure tiers themselves:
+    """A secondary tier of `TieringOffloadingSpec`, for configurations with explicit tiers:
     `{"type": "KvartsTier", "module_path": "kvarts.vllm", "server": ..., "identity": {"revision": ...}}`.
 
-    `server`, `token_file`: as for `kvarts.connect`. `identity`: what decides bytes beside the offloading configuration; a
-    `revision` of the model must be in it, unless the model is a directory. `timeout`: seconds of silence for a look-up and a load together.
-    `pause`: seconds for which a server that did not answer is left alone. `durable`: stores are acknowledged after a flush. `times`: what `kvarts.Times` takes,
-    beside what the steps of the connector `Kvarts` tell: the store takes blocks to be worth what they spare. What a request's
-    `kv_transfer_params` may have is in `vllm_tier_requests`."""
+    `server`, `token_file`: as for `kvarts.connect`. `identity`: settings that determine the bytes beside the offloading configuration; it
+    must have the model's `revision`, unless the model is a directory. `timeout`: the limit of seconds without any data, for a look-up and
+    a load together. `pause`: seconds without requests after the server did not answer. `durable`: stores are acknowledged after a flush.
+    `times`: arguments of `kvarts.Times`, beside the times that the connector `Kvarts` measures; the store values blocks by the time that
+    they save. `vllm_tier_requests` describes the `kv_transfer_params` of requests."""
 
     medium = Medium.STORAGE
 
@@ -221,7 +222,7 @@ class KvartsTier(SecondaryTierManager):
         times=None,
     ):
         if incomplete:
-            raise ValueError("identity: vLLM created the tier before its KV caches were configured")
+            raise ValueError("identity: vLLM created the tier before it had configured its KV caches, which Kvarts does not support: use a tested version of vLLM")
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         probe(__name__)
         self._timeout = float(timeout)
@@ -233,9 +234,9 @@ class KvartsTier(SecondaryTierManager):
         self._memory = self._pages = None
         self._opening = False
         self._jobs = {}  # batch -> (_Job, first)
-        # A timeout is for a server from which nothing comes, not for what is large.
+        # The timeout limits silence of the server, and not the time of a large transfer.
         self._silence = {"get": Silence(self._timeout / 2), "put": Silence(self._timeout)}
-        self._asked = {}  # batch -> keys, and how many had been forgotten
+        self._asked = {}  # batch -> keys, and the number of dropped keys at its begin
         self._finished = []
         self._lookups = _Lookups()
         self._requests, self._held = Requests(self._hold), Held()
@@ -254,14 +255,14 @@ class KvartsTier(SecondaryTierManager):
             time.sleep(0.005)
 
     def _following(self, server, token_file):
-        """A client and a handle for the events of this tier's own server."""
+        """A separate client and handle, for the events of this tier's own server."""
         client = kvarts.connect(server, token_of(token_file), timeout=self._timeout)
         return client, client.pages(timeout=self._timeout, **self._named)
 
     def _naming(self, config, identity):
-        """The identity of the blocks. Engines that differ in any of it share nothing."""
+        """The identity of the blocks, as arguments of `Client.pages`. Engines with different identities share no blocks."""
         revision = identity.pop("revision", None) or revision_of(config.model.name)
-        # Where blocks are the same bytes whatever the number of workers, vLLM says so.
+        # vLLM reports whether the bytes of blocks depend on the number of workers.
         alone = config.parallel.is_parallelism_agnostic or config.replicated_layout
         parallel = [1] * 4 if alone else [getattr(config.parallel, part + "_size") for part in ("tp", "pp", "pcp", "dcp")]
         groups = [[group.group_id, group.tokens_per_block, list(group.layer_names)] for group in config.groups]
@@ -284,29 +285,29 @@ class KvartsTier(SecondaryTierManager):
         )
 
     def _open(self):
-        """Gets the handle, in the thread of the link."""
+        """Begins to open the handle, in the link's thread."""
         self._opening = True
         self._link.do(self._opened, self._not_opened)
 
     def _opened(self, client):
         pages = client.pages(durable=self._durable, timeout=self._timeout, batches_max=_BATCHES, **self._named)
-        # Pages can then be named by their addresses, and disks write into them where the memory is a file.
+        # Pages can then be passed by address, and disks write into them if the memory is a file.
         self._memory = adopt(client, self._host)
         self._pages, self._opening = pages, False
 
     def _not_opened(self, error):
-        logger.warning("kvarts: no store: %s", error)
+        logger.warning("kvarts: the store could not be opened; every block is a miss until a retry succeeds: %s", error)
         self._opening = False
 
     def _usable(self, kind):
-        """Whether requests may be submitted now."""
+        """Whether requests of this kind may be submitted now."""
         if self._link.puts_away if kind == "put" else self._link.away:
             return False
         if self._pages is None and not self._opening:
             self._open()
         return self._pages is not None
 
-    # Look-ups: asked once a step for all keys that the step named.
+    # Look-ups: one batch in each step, for all keys of the step.
 
     def lookup(self, key, req_context):
         found = self._lookups.of(key, req_context.req_id)
@@ -327,7 +328,7 @@ class KvartsTier(SecondaryTierManager):
             self._asked[batch] = keys, self._lookups.forgotten
 
     def _tell_times(self):
-        """Tells the store how long the engine computes what is in a chunk."""
+        """Sends the engine's times for a chunk to the store."""
         (told, until), times = self._told, self.steps.times
         if times is None or times is told and time.monotonic() < until or not self._usable("get"):
             return
@@ -348,7 +349,7 @@ class KvartsTier(SecondaryTierManager):
 
         def hold(client):
             if pages is None:
-                raise kvarts.Retry("no store yet", "Away")
+                raise kvarts.Retry("the store is not open yet", "Away")
             self._held.hold(pages, keys, seconds)
 
         self._link.do(hold, lambda error: self._held.failed(keys, error))
@@ -358,7 +359,7 @@ class KvartsTier(SecondaryTierManager):
     def submit_store(self, job_metadata):
         terms = self._requests.terms_of(job_metadata.req_context)
         if terms.skip_save:
-            # It stays in vLLM's host memory, for as long as that has room.
+            # The blocks stay in vLLM's host memory, until their room is needed.
             self._finished.append(JobResult(job_id=job_metadata.job_id, success=True, transfer_time=0.0, transfer_bytes=0))
             return
         request = self._requests.storing(job_metadata.req_context, job_metadata.keys)
@@ -372,7 +373,7 @@ class KvartsTier(SecondaryTierManager):
         silence = self._silence[kind]
         for first, last in job.parts():
             nbytes = (last - first) * self.block_size_bytes
-            # In a queue behind what is under way already.
+            # The batch is queued behind the bytes that are under way already.
             within = allowed(timeout, silence.nbytes + nbytes)
             asked = self._routers.storing(job.keys[first:last]) if self._routers is not None and not job.is_load else None
             batch = self._submit(kind, job.keys[first:last], within, job_metadata.chunk_ids[first:last], **terms)
@@ -384,7 +385,7 @@ class KvartsTier(SecondaryTierManager):
             self._end(job)
 
     def _submit(self, kind, keys, timeout, chunks=None, **terms):
-        """The batch's number, or `None` where nothing can be asked now."""
+        """Submits a batch; returns its number, or `None` if no request can be submitted now."""
         if not self._usable(kind):
             self._count("away", len(keys))
             return None
@@ -400,19 +401,19 @@ class KvartsTier(SecondaryTierManager):
         except kvarts.Error as error:
             (self._link.put_failed if kind == "put" else self._link.failed)(error)
             self._count(error.reason, len(keys))
-            logger.warning("kvarts: %s of %d blocks could not be started: %s", kind, len(keys), error)
+            logger.warning("kvarts: the %s of %d blocks could not begin: %s", kind, len(keys), error)
             return None
 
     def _end(self, job):
         if job.is_load:
-            # Asked again, they would be found again: this request does without.
+            # Another look-up would find these blocks again, so they count as misses for the requests that asked.
             bad = [key for key, good in zip(job.keys, job.results) if not good]
             self._lookups.learn(bad, [False] * len(bad))
         self._requests.stored(job.request)
         self._finished.append(job.result())
 
     def _take(self, wait=None):
-        """Takes the answers that are there; with `wait`, waits for them for `wait` seconds at most."""
+        """Takes the completed batches. With `wait`, it waits for them for `wait` seconds at most."""
         if self._pages is None:
             return
         # ends: `wait`, the caller's seconds
@@ -442,10 +443,10 @@ class KvartsTier(SecondaryTierManager):
             self._end(job)
 
     def _give_up(self):
-        """Ends what has been silent for too long: its batches are answered soon, and not before their memory is let go."""
+        """Cancels batches after a silence of the server that was too long. They complete soon, when their memory is no longer accessed."""
         for kind, silence in self._silence.items():
             if parts := silence.broken():
-                error = kvarts.Deadline(f"{kind}: no data arrived for too long", "Silence")
+                error = kvarts.Deadline(f"the server sent no data for {len(parts)} batches ({kind}) within the timeout", "Silence")
                 (self._link.put_failed if kind == "put" else self._link.failed)(error)
                 for batch in parts:
                     self._pages.cancel(batch)
@@ -459,7 +460,7 @@ class KvartsTier(SecondaryTierManager):
         return bool(self._asked or self._jobs) or self._routers is not None and self._routers.has_news
 
     def take_events(self):
-        """What routers are to be told."""
+        """The pending events for routers."""
         return self._routers.take() if self._routers is not None else ()
 
     def drain_jobs(self):
@@ -474,7 +475,7 @@ class KvartsTier(SecondaryTierManager):
             self._pages.close()
         if self._memory is not None:
             self._memory.close()
-        # Nothing touches the host memory any more, and nothing must keep it from being unmapped.
+        # Nothing accesses the host memory any more. Drop all references, so that it can be unmapped.
         self._pages = self._memory = None
         self._link.close()
         self._host.release()
@@ -483,9 +484,9 @@ class KvartsTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config):
-        text = "Blocks that Kvarts failed to store, find or load; misses are not counted."
-        held = "Blocks that are held against eviction because a request asked for it."
-        unheld = "Blocks that a request wanted held against eviction and that are not, by why."
+        text = "Blocks that Kvarts failed to store, find or load, by reason; misses are not counted."
+        held = "Blocks that were pinned because their request set `pin`."
+        unheld = "Blocks that could not be pinned although their request set `pin`, by reason."
         return {
             _BLOCKS: OffloadingCounterMetadata(documentation=text, labelnames=("reason",)),
             _PINNED: OffloadingCounterMetadata(documentation=held),
