@@ -1,6 +1,6 @@
-"""All that Kvarts' connectors know of vLLM's versions: where its names are, what is read of its objects, and which of its hooks they leave out.
+"""The parts of Kvarts' connectors that depend on vLLM's version: modules of its names, attributes of its objects, and hooks that are not overridden.
 
-`from .vllm_compat import NAME` imports a name from where vLLM has it, when it is asked for; one that is not there is told with the version.
+`from .vllm_compat import NAME` imports a name from its module in vLLM, on first use. The error for a missing name has the version of vLLM.
 """
 
 import importlib
@@ -10,9 +10,9 @@ import types
 
 from . import hooks
 
-#: Versions that were run with both connectors.
+#: Versions that were tested with both connectors.
 TRIED = ("0.32.0",)
-#: Versions that arrange the same bytes as the one named, by trial. None was tried with another one yet.
+#: version -> the first version whose blocks have the same bytes, as tested. No two versions were compared yet.
 ALIKE: dict[str, str] = {}
 
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -72,9 +72,9 @@ _PLUGIN_READ = (
     "vllm.engine.arg_utils:EngineArgs.kv_transfer_config",
     "vllm.plugins:load_general_plugins",
 )
-#: Names that came later than the first version: where they are, and what takes their place before.
+#: Names that only later versions have: their modules, and the replacement in earlier versions.
 _LATER = {
-    # 0.32: before, vLLM does not ask where a hit came from.
+    # Since 0.32; earlier versions do not ask for the source of a hit.
     "Locality": ("vllm.v1.kv_offload.base", types.SimpleNamespace(LOCAL=None)),
     "CacheHitSource": ("vllm.v1.metrics.cache_hit_source", types.SimpleNamespace(DISK=None)),
     # Without it no step is measured.
@@ -82,7 +82,7 @@ _LATER = {
 }
 _NAMES = {**_BOTH, **_LAYERS, **_OFFLOADING, **_EVENTS, **_PLUGIN, **{name: module for name, (module, _) in _LATER.items()}}
 
-#: What is read of vLLM's objects, where its absence would not be seen before a request comes.
+#: Attributes of vLLM's objects whose absence would otherwise show only at the first request.
 _LAYERS_READ = (
     "vllm.v1.request:Request.block_hashes",
     "vllm.v1.request:Request.kv_transfer_params",
@@ -111,7 +111,7 @@ _OFFLOADING_READ = (
     "vllm.v1.kv_offload.config:OffloadingParallelConfig.is_parallelism_agnostic",
     "vllm.v1.kv_offload.tiering.base:SecondaryTierManager.block_size_bytes",
 )
-#: Hooks of connectors that these ones leave out, knowing them.
+#: Hooks of connectors that the connector does not need to override.
 _LEFT_OUT = (
     "bind_gpu_block_pool",
     "clear_connector_metadata",
@@ -139,7 +139,7 @@ _LEFT_OUT = (
 )
 #: The same of tiers.
 _TIER_LEFT_OUT = ("block_size_bytes", "bp_detector", "config_info", "config_info_keys", "serve_external_requests", "touch")
-#: Kinds of caches of which `vllm_pages` knows what a prefix needs, or that it refuses by name.
+#: Kinds of caches that `vllm_pages` supports, or refuses by name.
 _KINDS = (
     "AttentionSpec",
     "ChunkedLocalAttentionSpec",
@@ -207,7 +207,7 @@ def __getattr__(name):
     except (ImportError, AttributeError) as error:
         if name in _LATER:
             return _LATER[name][1]
-        told = f"vLLM {_version()} has no {module}.{name}, which kvarts needs (tried: {', '.join(TRIED)}); python -m kvarts.probe vllm names all"
+        told = f"vLLM {_version()} has no {module}.{name}: install a tested version ({', '.join(TRIED)}; python -m kvarts.probe vllm lists all missing interfaces)"
         raise ImportError(told) from error
 
 
@@ -221,23 +221,23 @@ def _version():
 
 
 def probe(part):
-    """Tells what of this connector's hooks is not as it is known, when an engine starts. It never raises."""
+    """Logs differences between the installed vLLM and the tested ones for this connector when an engine starts. Never raises."""
     hooks.tell(ENGINE, part, logging.getLogger("kvarts"))
 
 
 def keys_of(context):
-    """The keys of all chunks of a request, in the order of its prompt; none where vLLM does not keep them with it."""
+    """The keys of all chunks of a request, in the order of its prompt; none if vLLM does not keep them."""
     return list(getattr(context, "_offload_key_positions", ()))
 
 
 def tiers_of(connector, kind):
-    """The tiers of this class behind an offloading connector, on the scheduler's side."""
+    """The tiers of this class in an offloading connector, on the scheduler's side."""
     manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
     return [tier for tier in getattr(manager, "secondary_tiers", ()) if isinstance(tier, kind)]
 
 
 def runs_by_layer(forward_context, kwargs):
-    """Whether the pass that begins runs the code of each layer: not where it is one graph. To such a pass the runner V2 gives no context of
-    its own, and the metadata of its attention apart."""
+    """Whether the forward pass that begins runs the code of each layer, and is not one CUDA graph. For a pass that is one graph, vLLM's runner V2 passes
+    no own context, and the attention's metadata as an argument."""
     mode = getattr(getattr(forward_context, "cudagraph_runtime_mode", None), "name", "NONE")
     return mode != "FULL" and getattr(forward_context, "attn_metadata", None) is not None and "attn_metadata" not in kwargs

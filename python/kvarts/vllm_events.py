@@ -1,8 +1,8 @@
-"""What the routers in front of vLLM are told of what Kvarts has: vLLM's own KV events, with the medium `STORAGE`.
+"""Events for the routers in front of vLLM about blocks in Kvarts: vLLM's own KV events, with the medium `STORAGE`.
 
-vLLM publishes them beside those of its own blocks, with its sequence numbers and its replay (`--kv-events-config`). A block is told of when all of
-its columns are there: of every group with attention over all tokens, every range of heads and every stage. Windows and states are not told of,
-because routers count a prefix once.
+vLLM publishes the events beside those of its own blocks, with its sequence numbers and its replay (`--kv-events-config`). A block is reported when all
+of its columns are stored: every group with attention over all tokens, every range of heads and every stage of the pipeline. Windows and states are not
+reported, because routers count a prefix once.
 """
 
 from array import array
@@ -23,13 +23,13 @@ from .vllm_compat import (
     to_event_extra_keys,
 )
 
-#: Seen from this engine: blocks of its own server, which does not count what other nodes have.
+#: The locality of the blocks for this engine: only blocks of its own server are reported.
 _LOCALITY = "LOCAL"
 
 
 class _Run:
-    """Blocks of a request that follow each other, by what is the same of all: their tokens together, the extra keys of each of their parts (`None`: no part
-    has any), and the adapter."""
+    """The common data of consecutive blocks of a request: all of their tokens, the extra keys of each of vLLM's blocks (`None`: no block has any), and
+    the adapter."""
 
     __slots__ = ("extras", "lora", "tokens")
 
@@ -38,7 +38,7 @@ class _Run:
 
 
 class _Described:
-    """A block as routers know it. `name`: the hashes of its parts in vLLM's blocks; `at`: how many blocks of its run are before it."""
+    """The description of a block for routers. `name`: the hashes of vLLM's blocks in it; `at`: its index in its run."""
 
     __slots__ = ("at", "name", "parent", "run")
 
@@ -47,7 +47,8 @@ class _Described:
 
 
 class Announcer:
-    """One for each engine. `plan`: what blocks there are; `naming`: how `Client.pages` calls them; `groups`: those of all stages."""
+    """The announcer of an engine. `plan`: the engine's blocks; `naming`: their identity, as arguments of `Client.pages`; `groups`: those of all
+    stages."""
 
     def __init__(self, plan, naming, groups, settings):
         self._plan = plan
@@ -57,24 +58,24 @@ class Announcer:
         self._follower = Follower(self._ledger, lambda: settings.asking(naming), columns, settings.pause)
 
     def offered(self, request, first, last):
-        """These blocks are about to be stored: what `saved` takes."""
+        """Takes notice of a put of these blocks that begins; returns the argument for `saved`."""
         keys = self._keys(request, first, last)
         self._ledger.describe(zip(keys, self._described(request, first, last)))
         return self._ledger.ask(), keys
 
     def saved(self, offered, stored):
-        """That many leading ones of them are stored."""
+        """Takes notice that the put has stored this number of leading blocks."""
         asked, keys = offered
         self._ledger.answer(asked, keys[:stored], [True] * stored)
         self._ledger.doubt(keys[stored:])
 
     def found(self, request, blocks):
-        """A look-up has found that many leading blocks, somewhere."""
+        """Takes notice that a look-up has found this number of leading blocks, on any node."""
         keys = self._keys(request, 0, blocks)
         if lacking := self._ledger.lacks(keys):
             begin = 0
             for at in range(1, len(lacking) + 1):
-                # A run has no blocks of which nothing is to be known: it is kept as a whole.
+                # A run has only blocks that need a description, because it is kept as a whole.
                 if at == len(lacking) or lacking[at] != lacking[at - 1] + 1:
                     first, last = lacking[begin], lacking[at - 1] + 1
                     self._ledger.describe(zip(keys[first:last], self._described(request, first, last)))
@@ -82,7 +83,7 @@ class Announcer:
             self._ledger.doubt([keys[at] for at in lacking])
 
     def look(self, manager):
-        """Takes notice of what vLLM itself is about to tell."""
+        """Takes notice of events that vLLM itself is about to publish."""
         queue = getattr(manager.block_pool, "kv_event_queue", ())
         if any(isinstance(event, AllBlocksCleared) for event in queue):
             self._ledger.cleared()
@@ -92,7 +93,7 @@ class Announcer:
         return self._ledger.has_news
 
     def take(self):
-        """Events for vLLM's publisher."""
+        """The pending events, for vLLM's publisher."""
         gone, there = self._ledger.take()
         events = []
         if gone:
@@ -112,11 +113,11 @@ class Announcer:
         self._follower.close(timeout)
 
     def _keys(self, request, first, last):
-        """As the server's events have them."""
+        """The keys in the form of the server's events."""
         return [key if len(key) == 32 else kvarts.key(key) for key in self._plan.keys(request, first, last)]
 
     def _described(self, request, first, last):
-        """These blocks of a request."""
+        """The descriptions of these blocks of a request."""
         size, per_block = self._block_tokens, self._plan.block_tokens // self._block_tokens
         hashes = resolve_block_hashes(request.block_hashes, self._plan.hash_tokens, size)
         lora = request.lora_request
@@ -153,7 +154,7 @@ class Announcer:
 
 
 def _pieces(blocks):
-    """Of blocks those that follow each other in one run: (run, first, behind the last)."""
+    """Splits blocks into consecutive blocks of one run: (run, first, behind the last)."""
     begin = 0
     for at in range(1, len(blocks) + 1):
         first = blocks[begin]

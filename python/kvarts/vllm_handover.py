@@ -1,11 +1,11 @@
-"""What an engine that prefills hands over to one that decodes, in vLLM's `kv_transfer_params`.
+"""The hand-over from a prefill engine to a decode engine, in vLLM's `kv_transfer_params`.
 
-    in the request that is prefilled    {"do_remote_decode": true}
+    in the request for the prefill      {"do_remote_decode": true}
     in its answer                       {"do_remote_prefill": true, "kvarts": {"namespace", "tokens", "last_key", "tail_tokens"}}
 
-The answer is passed on in the request that is decoded. It names blocks and has none: they go through the store, and what of them does not come
-is computed. What is said here is not trusted: a request can make nothing but itself wait, and no longer than a look-up does for which
-nothing comes.
+The router copies the answer's parameters into the request for the decode engine. They name blocks but do not contain them: the blocks are transferred
+through the store, and the decode engine computes missing ones. The parameters are not trusted: a request can delay only itself, and no longer than a
+look-up without any result.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ def is_prefill(request):
 
 
 def offered(request, plan, namespace, blocks):
-    """What is said of a request that was prefilled: of its prompt `blocks` are stored, or on their way to the store."""
+    """The parameters for the decode engine. `blocks`: the number of the prompt's blocks that are stored or being stored."""
     tokens = blocks * plan.block_tokens
     kvarts = {"namespace": namespace.hex(), "tokens": tokens, "tail_tokens": request.num_prompt_tokens - tokens}
     if blocks:
@@ -28,14 +28,14 @@ def offered(request, plan, namespace, blocks):
 
 
 class Expected(NamedTuple):
-    """How many leading blocks of a prompt another engine has computed. `why`: why they cannot be expected all the same."""
+    """The number of leading blocks of a prompt that another engine has computed. `why`: the reason for which they cannot be used."""
 
     blocks: int
     why: str | None = None
 
 
 def expected(request, plan, namespace, last):
-    """What was handed over for a request that needs `last` blocks at most."""
+    """The blocks that were handed over for a request that needs `last` blocks at most."""
     params = params_of(request)
     told = params.get("kvarts")
     if not params.get("do_remote_prefill") or not isinstance(told, dict):
@@ -47,6 +47,6 @@ def expected(request, plan, namespace, last):
     if told.get("namespace") != namespace.hex():
         return Expected(min(blocks, last), "OtherIdentity")
     if blocks * plan.block_tokens > request.num_tokens or plan.keys(request, blocks - 1, blocks)[0].hex() != told.get("last_key"):
-        # Another prompt, or a hash with another seed.
+        # The blocks are of another prompt, or of a hash with another seed.
         return Expected(min(blocks, last), "OtherKeys")
     return Expected(min(blocks, last))

@@ -1,7 +1,8 @@
-"""What decides the bytes of vLLM's KV blocks: what its two connectors have in common.
+"""The settings that determine the bytes of vLLM's KV blocks, for both connectors.
 
-A setting belongs here if two engines that differ in it may write other bytes for the same tokens, or arrange them in another way.
-Engines that differ in any of it share nothing; a setting that cannot be told as text, the same in every process, is refused.
+A setting belongs here if engines with different values may compute other bytes for the same tokens, or arrange the bytes in another
+way. Engines that differ in any of these settings share no blocks. A setting without a text that is the same in every process is
+refused.
 """
 
 import json
@@ -14,7 +15,7 @@ from .link import contract, differing, revision_of, told
 from .vllm_compat import ALIKE, current_platform
 from .vllm_compat import __version__ as vllm_version
 
-#: Fields of vLLM's configurations that decide bytes: those that a version does not have are left out.
+#: Fields of vLLM's configurations that determine the bytes. Fields that a version does not have are left out.
 _MODEL = (
     "model_weights",
     "quantization_config",
@@ -39,7 +40,7 @@ _ATTENTION = (
     "mla_prefill_backend",
     "indexer_kv_dtype",
 )
-#: Variables of the environment that decide how a backend arranges a block.
+#: Environment variables that determine how a backend arranges a block.
 _ARRANGING = (
     "VLLM_KV_CACHE_LAYOUT",
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
@@ -52,14 +53,14 @@ _LONG_ROPE = ("longrope", "su")
 
 
 def identity_of(vllm_config, revision=None, kv_cache_config=None):
-    """What decides the bytes of a KV block, apart from what the offloading configuration says of groups, types and workers.
-    `kv_cache_config` adds how each group's cache is described."""
+    """The settings that determine the bytes of a KV block, except for groups, types and workers of the offloading configuration.
+    `kv_cache_config` adds the specification of each group's cache."""
     model = vllm_config.model_config
     cache = getattr(vllm_config, "cache_config", None)
     if getattr(cache, "calculate_kv_scales", False):
-        raise ValueError("calculate_kv_scales: the scales depend on the first prompts of this process, so no other process can use the blocks")
+        raise ValueError("calculate_kv_scales: the scales depend on the first prompts of a process, so other processes cannot use its blocks: switch it off")
     if callable(model.hf_overrides):
-        raise ValueError("hf_overrides: a function has no name that is the same in every process; give the values that it sets")
+        raise ValueError("hf_overrides: a function has no text that is the same in every process: set the values instead of a function")
     found = {
         "revision": revision_of(model.model, revision or model.revision),
         "weights": str(model.dtype),
@@ -82,11 +83,11 @@ def identity_of(vllm_config, revision=None, kv_cache_config=None):
 
 
 def _fields(whose, config, names):
-    """Those that are set, as text."""
+    """The fields of a configuration that are set, as text."""
     found = {}
     for name in names:
         value = getattr(config, name, None)
-        # What is not set is the same as what an older version cannot set.
+        # An unset field is equal to a field that an older version does not have.
         if value is not None and value is not False and value != "" and value != [] and value != {}:
             try:
                 found[f"{whose}-{name}"] = told(value)
@@ -96,33 +97,35 @@ def _fields(whose, config, names):
 
 
 def _configuration(path):
-    """A configuration that is not the model's own decides as much as the model does."""
+    """The identity of a configuration that replaces the model's own one."""
     return "none" if not path else told([os.fspath(path), revision_of(os.fspath(path))])
 
 
 def _long_rope(model):
-    """Models with two sets of factors choose one of them, when they are loaded, by whether the longest prompt exceeds what they were
-    trained for: `yes` for the long factors. The length itself decides nothing, and would only keep engines apart."""
+    """Whether a model with LongRoPE uses its long factors: `yes`, `no` or `none`. A model with two sets of factors selects one when it is loaded: the
+    long factors if the longest prompt exceeds the trained length. The length itself does not change the bytes, so it is left out."""
     chosen = set()
     for config in (getattr(model, "hf_config", None), getattr(model, "hf_text_config", None)):
         for place in ("rope_parameters", "rope_scaling"):
             rope = getattr(config, place, None)
             if not isinstance(rope, dict):
                 continue
-            # One for all layers, or one for each kind of layer.
+            # There is one for all layers, or one for each kind of layer.
             for one in [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]:
                 if (one.get("rope_type") or one.get("type")) in _LONG_ROPE:
                     trained = one.get("original_max_position_embeddings")
                     trained = trained or getattr(config, "original_max_position_embeddings", None)
                     if not trained:
-                        raise ValueError("original_max_position_embeddings: the field is missing in the model's configuration")
+                        raise ValueError(
+                            "original_max_position_embeddings: the model's configuration has LongRoPE and lacks this field: add it to the model's config.json"
+                        )
                     chosen.add("yes" if model.max_model_len > trained else "no")
     return ",".join(sorted(chosen)) or "none"
 
 
 def _device():
-    """Where blocks are arranged by other rules. A processor's depend on what it can do; a device's backend, where none is named, on
-    which generation it is."""
+    """The kind of device, on which the arrangement of blocks depends: for a processor with its instruction sets, for a device with its generation, which
+    determines the default backend."""
     if current_platform.device_type != "cpu":
         able = getattr(current_platform, "get_device_capability", lambda: None)()
         return f"{current_platform.device_type}-{'any' if able is None else '.'.join(map(str, able))}"
@@ -131,7 +134,7 @@ def _device():
 
 
 def _draft(speculative):
-    """A draft model's layers are in the blocks, too."""
+    """The identity of the draft model, whose layers are in the blocks, too."""
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None:
         return str(getattr(speculative, "method", None))
@@ -139,5 +142,5 @@ def _draft(speculative):
 
 
 def layout_version(*facts):
-    """The layout's version: the contract by which blocks are arranged, and not the engine's version as it is."""
+    """The layout's version: a digest over the arrangement of blocks and over vLLM's version (see `contract`)."""
     return contract("vllm", vllm_version, ALIKE, *facts)

@@ -1,23 +1,23 @@
-"""Kvarts behind vLLM's KV caches layer by layer, on a device or on a processor (`KVConnectorBase_V1`).
+"""Kvarts behind vLLM's KV caches, with loads layer by layer, on a device or on a processor (`KVConnectorBase_V1`).
 
     --kv-transfer-config '{"kv_connector": "KvartsLayers", "kv_connector_module_path": "kvarts.vllm_layers", "kv_role": "kv_both",
         "kv_connector_extra_config": {"server": "/run/kvarts/kvarts.sock", "pool_bytes": 8000000000}}'
 
-The scheduler stages a prefix in a pool that it shares with its workers, and promises it when it is there (`vllm_scheduler`); the workers land
-it in their KV caches layer by layer, under the computation of the layers before (`vllm_worker`). What holds:
+The scheduler stages a prefix in a pool that it shares with its workers, and promises the prefix when its blocks are in the pool (`vllm_scheduler`). The
+workers copy the blocks to their KV caches layer by layer, while the engine computes earlier layers (`vllm_worker`). Guarantees:
 
-- A block comes back with the bytes that were stored under its hash by an engine of the same identity, in every layer, or it was not
-  promised. Nothing that a disk, a network or a server does can make a load fail that was promised; no batch waits for a disk.
-- A look-up answers `None` while blocks come: that request waits, and no other one does. It ends within half of `timeout` where
-  nothing is found, and when nothing came for `timeout`. While the server is away every prefix is a miss; it comes back by itself. The engine
-  starts without a server, too.
-- What is stored is what the engine had computed: each layer leaves behind its own computation, and pages are written again only behind that.
-  Of a chain the tail is dropped where something is, never the middle; what a server did not take is offered again.
-- A pass waits for the whole load before it begins until one pass has shown that every layer waits for its own; and always where it is one CUDA
-  graph, or there is a draft model.
+- A promised block has, in every layer, the bytes that an engine of the same identity stored under its hash. No failure of a disk, a network or a
+  server can make a promised load fail, and no batch waits for a disk.
+- A look-up returns `None` while blocks are being read: only that request waits. It ends within half of `timeout` if no block is found, and when no
+  block has arrived for `timeout`. While the server cannot be reached, every prefix is a miss. The connection is restored without a restart. The
+  engine also starts without a server.
+- Stored blocks have the bytes that the engine had computed: each layer is copied after its computation, and its pages are overwritten only after the
+  copy. If blocks of a chain are dropped, they are always its last ones. Blocks that the server did not store are offered again.
+- At first, a forward pass waits for its whole load before it begins. Passes wait layer by layer after one pass has shown that every layer waits for its
+  own load. A pass that is one CUDA graph, or of an engine with a draft model, always waits for its whole load.
 
-Models with attention, latent attention, sliding windows and recurrent states, with tensor and pipeline parallelism on one host; what else there is
-(context parallelism) is refused at the start, with its name. A request of a model with states is let in when all of its prefix has landed.
+Supported are attention, latent attention, sliding windows and recurrent states, with tensor and pipeline parallelism on one host. Other features, such
+as context parallelism, are refused by name at the start. A request of a model with states is scheduled when its whole prefix has landed.
 """
 
 import kvarts
@@ -30,19 +30,21 @@ from .vllm_scheduler import Finder
 from .vllm_stats import PromMetrics, Stats
 from .vllm_worker import Mover
 
-#: Bytes of a pool where none are named.
+#: Bytes of a pool, by default.
 _POOL_BYTES = 4 << 30
 
 
 class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
-    """`kv_connector_extra_config`: `server` and `token_file` as for `kvarts.connect`; `pool_bytes`: of host memory that scheduler and workers
-    share; `timeout`: seconds of silence; `pause`: seconds for which a server that did not answer is left alone; `durable`: stores are
-    acknowledged after a flush; `windows`: what is kept of sliding windows (`full`, `turn`, `none`, `auto`, or a
-    number of tokens from one place to the next); `times`: what `kvarts.Times` takes, for the planner, beside what the engine's own steps
-    tell; `plans`: whether of what is stored that is left which takes longer to load than to compute; `head_ranges`: into how many ranges the
-    model's heads are split, by engines that share over different tensor parallelism; `revision` where the model's name does
-    not say it; `identity` for whatever else decides bytes; `store_after`: blocks are stored that were used so often; `minimum_blocks`: of
-    requests with fewer blocks nothing is stored. What a request's `kv_transfer_params` may have is in `vllm_terms`."""
+    """The connector. Settings in `kv_connector_extra_config`:
+
+    `server`, `token_file`: as for `kvarts.connect`. `pool_bytes`: host memory that scheduler and workers share. `timeout`: the limit of seconds without
+    any data of the server. `pause`: seconds without requests after the server did not answer. `durable`: stores are acknowledged after a flush.
+    `windows`: the kept blocks of sliding windows (`full`, `turn`, `none`, `auto`, or a number of tokens from one kept window to the next). `times`:
+    arguments of `kvarts.Times`, for the planner, beside the measured times of the engine's steps. `plans`: whether the planner leaves out blocks that
+    load slower than the engine computes them. `head_ranges`: the number of ranges of the model's heads, for engines that share blocks with different
+    tensor parallelism. `revision`: required if the model's name does not determine it. `identity`: other settings that determine the bytes.
+    `store_after`: the number of uses after which a block is stored. `minimum_blocks`: requests with fewer blocks are not stored. `vllm_terms`
+    describes the `kv_transfer_params` of requests."""
 
     _cache_hit_source = CacheHitSource.DISK
 
@@ -60,7 +62,7 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self):
-        # What an engine that only prefills does not hand over was computed for nothing; elsewhere a save that is dropped is a miss later.
+        # For a prefill engine, a dropped save is wasted computation; for other engines, it is only a later miss.
         return self._prefills
 
     @classmethod
@@ -70,7 +72,7 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config):
-        # Of the KV cache addresses are kept, which are the same after it.
+        # The connector keeps addresses of the KV cache, which are the same after a sleep.
         return True
 
     # The scheduler's side.
@@ -163,7 +165,7 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
 
 
 def _announcer_of(vllm_config):
-    """What tells routers of what is stored, where vLLM tells them of its own blocks."""
+    """The class that reports stored blocks to routers, if vLLM's own KV events are enabled."""
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:
         return None
@@ -173,7 +175,7 @@ def _announcer_of(vllm_config):
 
 
 class Settings:
-    """What the operator says, apart from what decides bytes."""
+    """The operator's settings, except those that determine the bytes."""
 
     def __init__(self, extra):
         self.server, self._token_file = extra.get("server"), extra.get("token_file")
@@ -185,14 +187,14 @@ class Settings:
         self.steps, self.plans = Steps(extra.get("times")), bool(extra.get("plans", True))
 
     def link(self):
-        # Over no other path: a pool is shared memory, and what has gone another way once, while a server came up, has none for good.
+        # Only over the local path: a pool is shared memory. A client that once connected over another path would never have a pool.
         def connect():
             return kvarts.connect(self.server, token_of(self._token_file), via="local", timeout=self.timeout, of_cluster=True)
 
         return Link(connect, self.pause)
 
     def asking(self, naming):
-        """A connection of its own, and a handle: of what the server itself has."""
+        """A separate connection and handle, for the blocks of the server itself."""
         client = kvarts.connect(self.server, token_of(self._token_file), timeout=self.timeout)
         try:
             return client, client.pages(timeout=self.timeout / 2, **naming)

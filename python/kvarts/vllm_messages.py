@@ -1,4 +1,4 @@
-"""What the two sides of `KvartsLayers` tell each other."""
+"""The messages between the scheduler's side and the workers' side of `KvartsLayers`."""
 
 from dataclasses import dataclass, field
 
@@ -7,42 +7,42 @@ from .vllm_compat import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVCo
 
 @dataclass
 class Facts(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler at the start: of each group its layers, and the bytes of a page of each."""
+    """A worker's message to the scheduler at the start: for each group its layers, with the bytes of a page of each layer."""
 
     groups: list
 
 
 @dataclass
 class Move:
-    """Blocks between the pool and KV caches: by group, where they lie in the pool for each rank, and the engine's places."""
+    """A copy of blocks between the pool and KV caches: for each group, the positions in the pool by rank, and the engine's slots."""
 
     number: int
     stretches: dict
     slots: dict
-    #: The request that waits until all of it has landed; none where the step's own pass waits, layer by layer.
+    #: The request that waits until the whole move has landed; `None` if the step's own forward pass waits, layer by layer.
     waits: str | None = None
 
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """What the scheduler tells the workers for a step."""
+    """The scheduler's message to the workers for a step."""
 
-    #: The pool and how its blocks are called, as long as some worker has not said that it has it.
+    #: The pool's name and the identity of its blocks, until every worker has reported that it is attached.
     pool: str | None = None
     naming: dict | None = None
     loads: list = field(default_factory=list)
     saves: list = field(default_factory=list)
-    #: Requests that are over and whose blocks are not needed any more.
+    #: Requests that have ended and whose blocks are no longer needed.
     over: set = field(default_factory=set)
 
 
 @dataclass
 class Told(KVConnectorWorkerMetadata):
-    """What the workers tell the scheduler after a step."""
+    """The workers' message to the scheduler after a step."""
 
-    #: Workers, and the pool that each has.
+    #: worker -> name of the pool to which it is attached.
     attached: dict = field(default_factory=dict)
-    #: Loads and saves that are done: number -> by how many workers.
+    #: Finished loads and saves: number of the move -> number of workers.
     done: dict = field(default_factory=dict)
 
     def aggregate(self, other):

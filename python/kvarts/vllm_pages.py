@@ -1,7 +1,7 @@
-"""Where vLLM has its KV blocks, and how Kvarts calls them: groups of layers, pages, keys and identities.
+"""The positions of vLLM's KV blocks, and their identity in Kvarts: groups of layers, pages and keys.
 
-A block of Kvarts has the tokens that the largest block of the model's groups has, and of every group its pages. Groups are numbered through
-all stages of a pipeline; a column of a group is a range of heads, or what one rank has of it, or all ranks alike (`vllm_ranges`).
+A block of Kvarts has as many tokens as the largest block of the model's groups, and the pages of every group for these tokens. Groups are numbered
+through all stages of a pipeline. A column of a group is a range of heads, the part of one rank, or the bytes that all ranks share (`vllm_ranges`).
 """
 
 import math
@@ -16,19 +16,19 @@ from .staging import Group, spec_of
 from .vllm_identity import identity_of, layout_version
 from .vllm_ranges import Columns
 
-#: Kinds of attention that look like others and are none.
+#: Classes that derive from supported kinds of attention but are not supported.
 _STRANGE = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec", "CircularBufferSpec")
 
 
 class Kind(NamedTuple):
-    """How a group of vLLM's is kept."""
+    """A group of vLLM's KV caches."""
 
     number: int
-    window: int | None  # of how many last tokens a prefix needs it; none: of all
-    is_state: bool  # a recurrent state, which is there at some boundaries only
+    window: int | None  # the number of last tokens that a prefix needs; none: all
+    is_state: bool  # a recurrent state, which exists at some boundaries only
     block_tokens: int
-    specs: list  # those of its layers, in any stage of a pipeline
-    layers: dict  # name -> its specification, of this stage
+    specs: list  # the specifications of its layers, in any stage of a pipeline
+    layers: dict  # name -> specification, for the layers of this stage
 
 
 def _kind_of(number, group):
@@ -39,17 +39,17 @@ def _kind_of(number, group):
     specs = list(layers.values()) or list(inner.values()) or [spec]
     windows = {_window_of(one) for one in specs}
     if len(windows) != 1:
-        raise ValueError(f"kv_cache_groups: group {number} has layers of several kinds, which is not supported by kvarts.vllm_layers; kvarts.vllm supports this model")
+        raise ValueError(f"kv_cache_groups: kvarts.vllm_layers does not support group {number}, whose layers have different windows: use kvarts.vllm instead")
     is_state = isinstance(specs[0], kinds.MambaSpec)
     return Kind(number, windows.pop(), is_state, spec.block_size, specs, layers)
 
 
 def _window_of(spec):
-    """Of how many last tokens a prefix needs a layer's cache."""
+    """The number of last tokens of which a prefix needs a layer's cache; `None`: all."""
     name = type(spec).__name__
     if isinstance(spec, kinds.MambaSpec):
         if spec.mamba_cache_mode != "align":
-            raise ValueError(f"mamba_cache_mode: {spec.mamba_cache_mode!r} stores no states at block boundaries; set align")
+            raise ValueError(f"mamba_cache_mode: {spec.mamba_cache_mode!r} keeps no states at block boundaries: set mamba_cache_mode to align")
         return 1  # the state behind the last token
     is_known = name not in _STRANGE and not getattr(spec, "prefix_replay_tokens", 0) and getattr(spec, "prefix_cacheable", True)
     if is_known and isinstance(spec, kinds.SlidingWindowSpec):
@@ -58,87 +58,91 @@ def _window_of(spec):
         return spec.attention_chunk_size
     if is_known and isinstance(spec, kinds.FullAttentionSpec):
         return None
-    raise ValueError(f"kv_cache_groups: kvarts.vllm_layers does not support {name}; try kvarts.vllm")
+    raise ValueError(f"kv_cache_groups: kvarts.vllm_layers does not support layers of the kind {name}: try kvarts.vllm")
 
 
 class Placed(NamedTuple):
-    """A worker's caches."""
+    """The positions of a worker's caches."""
 
     device: int | None  # none: the processor
-    memories: list  # all bytes of each
+    memories: list  # the whole memory of each cache
     groups: dict  # number -> Columned
-    order: dict  # layer -> (group, its place among the group's layers)
+    order: dict  # layer -> (group, index in the group's layers)
     facts: list
 
 
 class Plan:
-    """What both sides agree on: which bytes a block has, and how it is called."""
+    """The blocks of an engine, for the scheduler and the workers: their bytes, keys and identity."""
 
     def __init__(self, vllm_config, kv_cache_config):
         self._config, self._caches = vllm_config, kv_cache_config
         parallel = vllm_config.parallel_config
         for part in ("prefill_context_parallel_size", "decode_context_parallel_size"):
             if getattr(parallel, part, 1) != 1:
-                raise ValueError(f"{part}: kvarts.vllm_layers does not support it; kvarts.vllm does")
+                raise ValueError(f"{part}: kvarts.vllm_layers supports only {part} 1: use kvarts.vllm instead")
         self.worker = parallel.rank
-        #: Whether a batch is computed in parts, one beside the other: a layer has then computed when all of them have.
+        #: Whether a batch is computed in parallel parts. A layer is then complete when all parts have computed it.
         self.has_parts = bool(getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False))
         self._stage = parallel.rank // parallel.tensor_parallel_size
         self._kinds = [_kind_of(number, group) for number, group in enumerate(kv_cache_config.kv_cache_groups)]
         if all(kind.window is not None for kind in self._kinds):
-            raise ValueError("kv_cache_groups: kvarts.vllm_layers needs layers with attention over all tokens; try kvarts.vllm")
+            raise ValueError("kv_cache_groups: kvarts.vllm_layers needs layers with attention over all tokens, which this model lacks: try kvarts.vllm")
         self.groups = len(self._kinds)
         self.block_tokens = math.lcm(*(kind.block_tokens for kind in self._kinds))
         for kind in self._kinds:
             if kind.window is not None and kind.block_tokens != self.block_tokens:
-                raise ValueError(f"kv_cache_groups: windows have blocks of {kind.block_tokens} tokens and other layers have blocks of another size; kvarts.vllm supports this model")
+                raise ValueError(
+                    f"kv_cache_groups: windows have blocks of {kind.block_tokens} tokens, and other layers have blocks of another size, which kvarts.vllm_layers "
+                    "does not support: use kvarts.vllm instead"
+                )
         self.hash_tokens = kv_cache_config.hash_block_size or self.block_tokens
         self.hashes = self.block_tokens // self.hash_tokens
         self.has_windows = any(kind.window is not None and not kind.is_state for kind in self._kinds)
-        #: Groups of states. vLLM copies a state on at the beginning of a step, so it must have landed before.
+        #: Groups of states. vLLM copies a state at the beginning of a step, so the state must have landed before the step.
         self.states = {kind.number for kind in self._kinds if kind.is_state}
-        # Ranks that have the same bytes follow each other.
+        # Ranks with the same bytes have consecutive numbers.
         alike = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
         if self.states and alike > 1:
-            raise ValueError("kv_tp_replicas: ranks that share heads have their own states, which is not supported by kvarts.vllm_layers; kvarts.vllm supports this model")
-        #: Whether a draft model has layers beside the model's: in some passes it does not run.
+            raise ValueError("kv_tp_replicas: kvarts.vllm_layers does not support models with states whose ranks share heads: use kvarts.vllm instead")
+        #: Whether there is a draft model, whose layers do not run in every pass.
         self.drafts = vllm_config.speculative_config is not None
-        #: The last block of a draft's cache depends on the token behind it: so many blocks at the end are not promised.
+        #: The number of last blocks that are not promised: the last block of a draft's cache depends on the token behind it.
         self.spare = int(self.drafts and getattr(vllm_config.speculative_config, "use_eagle_block_drop", lambda: False)())
         if self.states and self.drafts and getattr(parallel, "pipeline_parallel_size", 1) > 1:
-            # The stages but the last apply what of drafts was taken some steps later.
-            raise ValueError("pipeline_parallel_size: kvarts.vllm_layers does not support states together with drafts and pipeline stages; kvarts.vllm does")
+            # All stages except the last one apply accepted drafts some steps later.
+            raise ValueError(
+                "pipeline_parallel_size: kvarts.vllm_layers does not support pipeline parallelism for a model with states and drafts: use kvarts.vllm instead"
+            )
         self.bytes_of_block = 1
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._extra = extra
         self._columns = Columns(vllm_config, self._kinds, alike, extra.get("head_ranges"))
         self._windows = extra.get("windows", "auto")
-        #: Whether windows are kept when a request is over.
+        #: Whether the last windows of a request are kept when it ends.
         self.keeps_ends = self.has_windows and self._windows == "turn"
-        #: Tokens that the engine computes in a second, for `auto`, where its times are known.
+        #: The engine's tokens a second, for `auto`, if its times are known.
         self._rate = _rate_of(extra.get("times"))
         if self._windows not in ("full", "turn", "none", "auto") and not (type(self._windows) is int and self._windows > 0):
-            raise ValueError("windows: the value must be full, turn, none, auto or a number of tokens")
+            raise ValueError(f"windows: {self._windows!r} is not valid: set full, turn, none, auto or a number of tokens")
 
     @property
     def main(self):
-        """The first group with attention over all tokens: its number, the tokens of its blocks, and its specification."""
+        """(number, tokens of a block, specification) of the first group with attention over all tokens."""
         kind = next(kind for kind in self._kinds if kind.window is None)
         return kind.number, kind.block_tokens, self._caches.kv_cache_groups[kind.number].kv_cache_spec
 
     # Names.
 
     def keys(self, request, first, last):
-        """The hash of a block is that of the last of its tokens."""
+        """The keys of blocks: a block's key is vLLM's hash at the last token of the block."""
         return [bytes(request.block_hashes[(n + 1) * self.hashes - 1]) for n in range(first, last)]
 
     def named(self, facts):
-        """How `Client.pages` calls the blocks, and the groups of all stages: (number, window, ranks). `facts`: of each worker, by stage and
-        rank."""
+        """The identity of the blocks, as arguments of `Client.pages`, and the groups of all stages. `facts`: (stage, rank) -> the worker's facts."""
         stages = sorted({stage for stage, _ in facts})
         for (stage, rank), told in facts.items():
             if told.groups != facts[stage, 0].groups:
-                raise ValueError(f"kv_cache_groups: rank {rank} of stage {stage} has other layers than rank 0")
+                raise ValueError(f"kv_cache_groups: rank {rank} of pipeline stage {stage} has other layers or pages than rank 0: try kvarts.vllm")
         columns, groups, windows = [], [], {}
         for at, stage in enumerate(stages):
             for kind, told in zip(self._kinds, facts[stage, 0].groups):
@@ -158,7 +162,7 @@ class Plan:
         config, extra = self._config, self._extra
         identity = {**identity_of(config, extra.get("revision")), **extra.get("identity", {})}
         layout = self._caches.kv_cache_layout
-        # Of how many ranks an engine has, nothing: what one writes another one reads.
+        # The number of ranks is left out: engines with different numbers of ranks share blocks.
         told = [[stage, facts[stage, rank].groups] for stage, rank in sorted(facts) if rank == 0]
         differ = [[self._columns.described(kind), list(kind.layers)] for kind in self._kinds]
         return dict(
@@ -178,7 +182,7 @@ class Plan:
     # A worker's caches.
 
     def placed(self, caches):
-        """Where these caches of vLLM's lie."""
+        """The positions of a worker's caches."""
         import torch
 
         memories, numbers, groups, order, facts = [], {}, {}, {}, []
@@ -189,7 +193,7 @@ class Plan:
             for name in kind.layers:
                 if name not in caches:
                     continue  # of another stage
-                # A state has several parts, in one piece of memory.
+                # A state has several parts, in one memory.
                 parts = caches[name] if isinstance(caches[name], (list, tuple)) else [caches[name]]
                 cache = parts[0]
                 storage = cache.untyped_storage()
@@ -214,7 +218,7 @@ class Plan:
         return self._stage * self.groups + kind.number
 
     def _block(self, cache):
-        """The same cache in vLLM's blocks: it may count parts of them."""
+        """A view of the cache with vLLM's blocks as its first dimension. The cache itself may be divided into smaller blocks."""
         blocks = self._caches.num_blocks
         return cache if cache.shape[0] == blocks else kinds.group_kernel_blocks(cache, blocks)
 
@@ -232,29 +236,29 @@ class Plan:
         nbytes, spec = sum(page.rows.nbytes for page in parts), kind.layers[name]
         told = spec.state_content_size_bytes if kind.is_state else spec.unpadded_page_size_bytes
         if nbytes != told:
-            raise ValueError(f"kv_cache_layout: a page of {name} has {nbytes} bytes, but {told} according to its specification")
+            raise ValueError(f"kv_cache_layout: a page of the layer {name} has {nbytes} bytes in memory, but {told} bytes according to vLLM: report it")
 
     @staticmethod
     def _expect_all(caches, order):
         first = lambda cache: (cache[0] if isinstance(cache, (list, tuple)) else cache).data_ptr()  # noqa: E731
         known = {first(caches[name]) for name in order}
         for name, cache in caches.items():
-            # Layers may share the cache of another one; one of its own that is in no group would be lost.
+            # Layers may share the cache of another layer. A layer with its own cache and without a group would not be stored.
             if first(cache) not in known:
-                raise ValueError(f"kv_cache_groups: the layer {name} has its own cache and is in no group")
+                raise ValueError(f"kv_cache_groups: the layer {name} has its own cache but no group, so it cannot be stored: try kvarts.vllm")
 
     # Requests.
 
     def slots(self, group, blocks, first, last):
-        """The engine's places of these blocks, in the order of their tokens."""
+        """The engine's slots of these blocks, in the order of their tokens."""
         per_block = self.block_tokens // self._kinds[group.number % self.groups].block_tokens
         return list(blocks[first * per_block : last * per_block])
 
     def kept(self, group, first, last, prompt, is_over):
-        """Which blocks of a window are kept, of `first` to `last` that are computed now: ranges. `prompt`: how many blocks the prompt has;
-        `is_over`: the request is, and `last` is where it ends."""
+        """The ranges of a window's blocks to keep, out of the blocks `first` to `last`, which are computed now. `prompt`: the number of blocks of the
+        prompt; `is_over`: whether the request has ended, at `last`."""
         if self._windows == "turn":
-            # At the end of the prompt, in the step that computes it, and at the end of all.
+            # At the end of the prompt, in the step that computes it, and at the end of the request.
             end, first = (last, 0) if is_over else (prompt, first)
             found = range(max(first, group.first_of(end, self.block_tokens)), min(last, end))
             return [(found.start, found.stop)] if found else []
@@ -263,8 +267,8 @@ class Plan:
         return kvarts.kept_windows(self._policy(), group.window, first, last, self.block_tokens)
 
     def keeps_state(self, boundary, before, prompt):
-        """Whether the state at a boundary is kept, in tokens. `before`: the last one of this request that was; `prompt`: where its prompt's last block
-        ends. vLLM computes states at the ends of its chunks only, so what counts is how far apart they are."""
+        """Whether the state at a boundary (in tokens) is kept. `before`: the last boundary of this request whose state was kept; `prompt`: the end of the
+        prompt's last block. vLLM computes states only at the ends of its chunks, so the distance of boundaries decides."""
         if self._windows in ("full", "none"):
             return self._windows == "full"
         is_end = boundary == prompt
@@ -273,13 +277,13 @@ class Plan:
         return boundary - before >= max(1, self._policy()) or is_end and self._windows == "auto"
 
     def _policy(self):
-        """Tokens from one boundary whose windows are kept to the next; 0: at every one."""
+        """Tokens from one boundary with kept windows to the next; 0: windows are kept at every boundary."""
         if self._windows != "auto":
             return 0 if self._windows == "full" else self._windows
         return kvarts.window_interval(self.window_bytes(), self.block_tokens, *self._rate)
 
     def window_bytes(self):
-        """Bytes of all windows and states at one boundary, of one rank."""
+        """The bytes of all windows and states at one boundary, on one rank."""
         of = [(kind, spec) for kind in self._kinds if kind.window is not None for spec in kind.specs]
         bytes_of = lambda kind, spec: spec.state_content_size_bytes if kind.is_state else spec.page_size_bytes  # noqa: E731
         return sum(-(-kind.window // self.block_tokens) * bytes_of(kind, spec) for kind, spec in of)
@@ -292,7 +296,7 @@ def _rate_of(times):
 
 
 def _lies(cache):
-    """Sizes and strides of one of its blocks."""
+    """Sizes and strides of a block of the cache."""
     return list(cache.shape[1:]), [cache.stride(at) for at in range(1, cache.dim())]
 
 

@@ -1,10 +1,11 @@
-"""What vLLM runs in each of its processes when this module is installed (entry point `vllm.general_plugins`).
+"""The plugin that vLLM runs in each of its processes if the package kvarts is installed (entry point `vllm.general_plugins`).
 
-It makes vLLM's factory know both connectors by name: `--kv-transfer-config '{"kv_connector": "KvartsLayers", "kv_role": "kv_both"}'`.
+It registers both connectors by name, for `--kv-transfer-config '{"kv_connector": "KvartsLayers", "kv_role": "kv_both"}'`.
 
-With `KVARTS_VLLM` in the environment an engine to which no `--kv-transfer-config` was given gets one: its value is the path of a server's socket, or
-JSON as `kv_connector_extra_config` takes it, in which `connector` may name `Kvarts` instead of `KvartsLayers`. vLLM has no hook by which a plugin
-sets a configuration, so `EngineArgs.create_engine_config` is wrapped; where it is not there, the log says that nothing was switched on.
+With `KVARTS_VLLM` in the environment, it also configures a connector for an engine without `--kv-transfer-config`. The variable's value is the path of a
+server's socket, or JSON in the form of `kv_connector_extra_config`, in which `connector` may name `Kvarts` instead of `KvartsLayers`. vLLM has no hook
+with which a plugin sets a configuration, so the plugin wraps `EngineArgs.create_engine_config`. If vLLM lacks this method, the plugin logs the error
+and configures nothing.
 """
 
 import functools
@@ -14,19 +15,19 @@ import os
 
 logger = logging.getLogger("kvarts")
 
-#: The connectors, and where they are.
+#: The connectors, and their modules.
 CONNECTORS = {"KvartsLayers": "kvarts.vllm_layers", "Kvarts": "kvarts.vllm"}
 VARIABLE = "KVARTS_VLLM"
 
 
 def register():
-    """vLLM does not catch what a plugin raises."""
+    """The entry point. It logs all errors, because vLLM does not catch exceptions of a plugin."""
     try:
         _register()
         if value := os.environ.get(VARIABLE):
             _switch_on(configuration(value))
     except Exception:
-        logger.exception("kvarts: an error occurred, and vLLM continues without the plugin")
+        logger.exception("kvarts: the plugin failed; vLLM continues without the plugin, so Kvarts stores and loads no blocks")
 
 
 def _register():
@@ -40,7 +41,7 @@ def _register():
 
 
 def configuration(value):
-    """What `KVTransferConfig` takes, out of the variable's value."""
+    """The arguments of `KVTransferConfig` for the value of the variable."""
     if not value.lstrip().startswith("{"):
         extra = {"server": value}
     else:
@@ -50,7 +51,7 @@ def configuration(value):
             raise ValueError(f"{VARIABLE}: the value is neither the path of a socket nor valid JSON: {error}") from None
     name = extra.pop("connector", "KvartsLayers")
     if name not in CONNECTORS:
-        raise ValueError(f"{VARIABLE}: connector: {name!r} does not exist; use one of {', '.join(CONNECTORS)}")
+        raise ValueError(f"{VARIABLE}: there is no connector {name!r}: set connector to one of {', '.join(CONNECTORS)}")
     return {"kv_connector": name, "kv_connector_module_path": CONNECTORS[name], "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
@@ -64,10 +65,10 @@ def _switch_on(given):
     @functools.wraps(made)
     def create_engine_config(self, *args, **kwargs):
         if self.kv_transfer_config is not None or getattr(self, "kv_offloading_size", None) is not None:
-            logger.warning("kvarts: %s is ignored, because vLLM has its own connector configuration", VARIABLE)
+            logger.warning("kvarts: %s is ignored, because vLLM was started with a connector or offloading configuration of its own", VARIABLE)
         else:
             self.kv_transfer_config = KVTransferConfig(**given)
-            logger.warning("kvarts: %s switches on %s, with %s", VARIABLE, given["kv_connector"], given["kv_connector_extra_config"])
+            logger.warning("kvarts: %s enables the connector %s with the settings %s", VARIABLE, given["kv_connector"], given["kv_connector_extra_config"])
         return made(self, *args, **kwargs)
 
     create_engine_config.of_kvarts = True

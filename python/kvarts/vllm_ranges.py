@@ -1,8 +1,8 @@
-"""How vLLM's caches are split into columns that do not depend on how many ranks the engine has.
+"""Splits vLLM's caches into columns that do not depend on the engine's number of ranks.
 
-vLLM gives a cache of attention layers as `(blocks, heads, tokens, content of a head)`, or as `(blocks, 2, tokens, heads, size of a head)`, in
-any order in memory. Its ranks have equal shares of the model's heads in the order of ranks, or several of them the same head. Anything else
-(states that are shared out, caches whose parts are no heads) is kept by ranks: such an engine finds only what one of as many ranks has stored.
+vLLM's caches of attention layers have the shape `(blocks, heads, tokens, content of a head)` or `(blocks, 2, tokens, heads, size of a head)`, in any
+order in memory. The ranks have equal shares of the model's heads, in the order of ranks, or several ranks have the same head. Other caches (divided
+states, caches without heads) have a column for each rank. An engine with such caches finds only blocks of engines with the same number of ranks.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ from .ranges import counts_of, expect_count, expect_even, expect_number, ranges_
 
 
 class Columns:
-    """The columns of a model's groups. `kinds_of`: its groups; `alike`: how many ranks are known to have the same caches; `given`: the number
-    of ranges that the operator names."""
+    """The columns of a model's groups. `kinds_of`: the groups; `alike`: the number of ranks that are known to have the same caches; `given`: the
+    configured number of ranges."""
 
     def __init__(self, vllm_config, kinds_of, alike, given):
         parallel = vllm_config.parallel_config
@@ -31,18 +31,18 @@ class Columns:
             return
         self._heads, self.count = None, max(1, self._ranks // alike) if split else 1
         if split and given not in (None, self.count):
-            raise ValueError(f"head_ranges: {why}; remove the setting: engines with the same number of ranks share their blocks anyway")
+            raise ValueError(f"head_ranges: {why}: remove the setting; engines with the same number of ranks share blocks without it")
 
     def ranges(self, kind):
-        """What this rank has of a group."""
+        """The ranges of a group that this rank has."""
         return ranges_of(self._rank, self._ranks, 1 if is_alike(kind) else self.count)
 
     def fact(self):
-        """What of it decides bytes."""
+        """The facts about the columns that determine the bytes."""
         return ["ranks" if self._heads is None else "heads", self.count]
 
     def described(self, kind):
-        """The specifications of a group's layers, of one range: they do not say how many an engine's rank has, nor how pages are padded."""
+        """The specifications of a group's layers, for one range. They do not depend on the number of ranges of a rank, or on the padding of pages."""
         return [differing(self._of_range(kind, spec)) for spec in kind.specs]
 
     def _of_range(self, kind, spec):
@@ -52,7 +52,7 @@ class Columns:
         return dataclasses.replace(spec, **changes)
 
     def split(self, kind, name, cache):
-        """Of each column that this rank has its part of a layer's cache: views of it."""
+        """Views of a layer's cache, one for each column that this rank has."""
         own = self.ranges(kind).own
         if len(own) == 1:
             return [cache]
@@ -75,35 +75,35 @@ def is_alike(kind):
 
 
 def _heads_of(config, split, ranks):
-    """(the model's number of heads, why they cannot be split into ranges)"""
+    """(the model's number of heads, None), or (None, the reason for which the heads cannot be split into ranges)."""
     heads = getattr(config.model_config, "get_total_num_kv_heads", lambda: None)()
     if any(kind.is_state for kind in split):
-        return None, "the model's states are kept by ranks"
+        return None, "the model's states are kept by ranks, and not by heads"
     if not heads:
         return None, "vLLM does not say how many heads the model has"
     share = max(1, heads // ranks)
     for spec in [spec for kind in split for spec in kind.specs]:
         packed = [name for name in ("num_head_slots", "state_content_bytes") if getattr(spec, name, None) is not None]
         if packed or getattr(spec, "tokens_per_state", 1) != 1:
-            return None, "what its layers keep for a token is not told apart by heads"
+            return None, "the caches of the model's layers are not divided by heads"
         if getattr(spec, "num_kv_heads", None) != share:
             return None, f"a layer has {getattr(spec, 'num_kv_heads', 'no')} heads on a rank, where {share} of {heads} are expected"
     if not _is_drafts_alike(config.speculative_config, heads, ranks):
-        return None, "the draft model has other heads"
+        return None, "the draft model has another number of heads or ranks than the model"
     if not counts_of(heads, ranks):
         return None, f"{ranks} ranks do not share {heads} heads evenly"
     return heads, None
 
 
 def _configuration_of(model):
-    """What the model's configuration says of its text, with what layers have of their own."""
+    """The model's text configuration, and the overrides of its layers."""
     config = getattr(model, "hf_text_config", None)
     own = getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None)
     return [config.to_dict() if config is not None else {}, own]
 
 
 def _is_drafts_alike(speculative, heads, ranks):
-    """Whether a draft's heads, if it has any, are as many as the model's and are shared out in the same way."""
+    """Whether there is no draft model, or it has as many heads and ranks as the model."""
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None:
         return True
@@ -120,4 +120,4 @@ def _axis_of(kind, name, cache):
         return -3
     if len(shape) == 5 and (shape[1], shape[3], 2 * shape[4]) == (2, heads, content):
         return -2
-    raise ValueError(f"head_ranges: {name} has a cache of the shape {list(shape)}: the dimension of its {heads} heads is unknown")
+    raise ValueError(f"head_ranges: the layer {name} has a cache of the shape {list(shape)}, and the dimension of its {heads} heads is unknown: remove the setting")

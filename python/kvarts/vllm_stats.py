@@ -1,4 +1,4 @@
-"""What `KvartsLayers` counts, for vLLM's metrics."""
+"""The counters of `KvartsLayers`, in vLLM's metrics."""
 
 from .acts import Metrics, count
 from .vllm_compat import KVConnectorPromMetrics, KVConnectorStats

@@ -1,15 +1,16 @@
-"""How long vLLM computes prompts, by what its scheduler says of each step."""
+"""Measures vLLM's prefill times from the steps of its scheduler."""
 
 
 def measure(steps, requests, counts, waits=False):
-    """A step is made with so many tokens of each request. `requests`: those that were let in, by name; `waits`: whether it waits for a load."""
+    """Takes notice of a new step. `requests`: name -> scheduled request; `counts`: name -> tokens in the step; `waits`: whether the step waits for a
+    load."""
     computed = {name: request.num_computed_tokens for name in counts if (request := requests.get(name)) is not None}
     left = lambda name: requests[name].num_prompt_tokens - computed[name] if name in computed else 0  # noqa: E731
     steps.begin(counts, computed.get, left, waits)
 
 
 class Watch:
-    """Measures the steps of an engine whose connector does nothing else with its requests. All of it is of the scheduler's thread."""
+    """Measures the steps of an engine for a connector that does not track requests otherwise. Only the scheduler's thread may call it."""
 
     def __init__(self, steps):
         self._steps, self._requests = steps, {}
@@ -18,11 +19,11 @@ class Watch:
         self._requests[request.request_id] = request
 
     def begin(self, counts):
-        """A step is made; loads of this connector hold back requests, and no step."""
+        """Takes notice of a new step. Loads of this connector delay requests, and never a step."""
         measure(self._steps, self._requests, counts)
 
     def end(self):
-        """The oldest step whose end was not told has run."""
+        """Takes notice that the oldest step has run."""
         self._steps.end()
 
     def over(self, request):

@@ -1,10 +1,10 @@
-"""What a request says of its blocks in vLLM's `kv_transfer_params`, to either connector.
+"""The terms of a request for its blocks, in vLLM's `kv_transfer_params`, for both connectors.
 
     {"max_load_tokens": 4096, "max_offload_tokens": 8192, "ttl": 3600, "pin": 600, "skip_save": false,
      "session": "agent-7", "session_of": "agent-3", "session_shared_tokens": 320, "session_ends": false}
 
-A value that is not understood is told in the log, with what would be, and ignored: an exception in vLLM's scheduler ends the engine. What
-other connectors put there is theirs.
+An invalid value is ignored and logged with the valid form, because an exception in vLLM's scheduler would end the engine. Parameters of other
+connectors are not read.
 """
 
 import math
@@ -13,14 +13,14 @@ from typing import NamedTuple
 from .link import logger
 
 UNBOUNDED = 1 << 62
-#: Seconds that a pin lasts at most: what a server grants.
+#: The limit of a pin in seconds, as the server enforces it.
 PIN_MAX = 24 * 3600.0
-#: Letters of a session's name at most.
+#: The limit of characters of a session's name.
 NAME_MAX = 128
-_NAME = f"text of 1 to {NAME_MAX} printable letters, as agent-7"
-#: A hundred years: what lives longer has no time to live.
+_NAME = f"text of 1 to {NAME_MAX} printable characters, such as agent-7"
+#: A hundred years. A longer time to live is not valid.
 _TTL_MAX = 100 * 365 * 24 * 3600.0
-#: Complaints that are remembered, so that each is told once.
+#: The limit of remembered complaints. A remembered complaint is not logged again.
 _TOLD = 64
 _told: dict[str, bool] = {}
 
@@ -31,18 +31,18 @@ def params_of(request):
 
 
 class Terms(NamedTuple):
-    """Bounds in tokens, and times in seconds."""
+    """The terms of a request: limits in tokens, and times in seconds."""
 
     max_load_tokens: int = UNBOUNDED
     max_offload_tokens: int = UNBOUNDED
-    #: How long what is stored for this request lives at most; what was stored before keeps its own time.
+    #: The time to live of blocks that are stored for this request. Blocks that were stored before keep their own time.
     ttl: float | None = None
-    #: How long its blocks are held against eviction when it is over.
+    #: How long the request's blocks are protected from eviction after its end.
     pin: float | None = None
-    #: Whether nothing of it is stored.
+    #: Whether the request's blocks are not stored.
     skip_save: bool = False
-    #: The conversation whose turn it is; the one that this was forked from; leading tokens that other conversations have, too; whether it is the last
-    #: turn.
+    #: The conversation of which the request is a turn; the conversation from which that one was forked; the number of leading tokens that other
+    #: conversations share; whether it is the last turn.
     session: str | None = None
     session_of: str | None = None
     session_shared_tokens: int = 0
@@ -73,38 +73,38 @@ def _impossible(value):
     return None
 
 
-#: Of each field what it is made of, and what would be right.
+#: name -> (conversion, description of a valid value).
 _FIELDS = {
-    "max_load_tokens": (_tokens, "a whole number of tokens, as 4096"),
-    "max_offload_tokens": (_tokens, "a whole number of tokens, as 4096"),
-    "ttl": (_seconds(_TTL_MAX), "seconds above 0, as 3600"),
-    "pin": (_seconds(PIN_MAX), f"seconds above 0 and at most {PIN_MAX:.0f}, as 600"),
+    "max_load_tokens": (_tokens, "a whole number of tokens, such as 4096"),
+    "max_offload_tokens": (_tokens, "a whole number of tokens, such as 4096"),
+    "ttl": (_seconds(_TTL_MAX), "a number of seconds above 0, such as 3600"),
+    "pin": (_seconds(PIN_MAX), f"a number of seconds above 0 and at most {PIN_MAX:.0f}, such as 600"),
     "skip_save": (_flag, "true or false"),
     "session": (_name, _NAME),
     "session_of": (_name, _NAME),
-    "session_shared_tokens": (_tokens, "a whole number of tokens, as 320"),
+    "session_shared_tokens": (_tokens, "a whole number of tokens, such as 320"),
     "session_ends": (_flag, "true or false"),
-    # A store evicts by what a block spares and what it costs to have.
-    "priority": (_impossible, "removed: a store has no priorities of blocks; use `pin` to protect them, `ttl` to limit their time"),
+    # A store evicts by the time that a block saves and by its cost.
+    "priority": (_impossible, "removed: a store has no priorities of blocks; use `pin` to protect blocks, or `ttl` to limit their time"),
 }
 
 
 def terms_of(request):
-    """Never raises."""
+    """The terms of a request. Logs and ignores invalid values. Never raises."""
     found, params = {}, params_of(request)
     for name, (made, right) in _FIELDS.items():
         value = params.get(name)
         if value is None:
             continue
         if (good := made(value)) is None:
-            complain(f"kv_transfer_params: {name}: {_brief(value)} is ignored; it must be {right}")
+            complain(f"kv_transfer_params: {name}: {_brief(value)} is ignored; the value must be {right}")
         else:
             found[name] = good
     return Terms(**found)
 
 
 def _brief(value):
-    """What a client sent, which may be anything and of any length."""
+    """A short text of a client's value, which may be anything of any length."""
     try:
         return repr(value)[:64]
     except Exception:
@@ -112,7 +112,7 @@ def _brief(value):
 
 
 def complain(text):
-    """Tells it once."""
+    """Logs a complaint once."""
     if text not in _told:
         if len(_told) >= _TOLD:
             del _told[next(iter(_told))]

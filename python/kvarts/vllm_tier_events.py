@@ -1,6 +1,7 @@
-"""What the routers in front of vLLM are told of what its Kvarts tier has: events of vLLM's own tiers, which it publishes with the tokens that it remembers.
+"""Events for the routers in front of vLLM about chunks in its Kvarts tier: vLLM's own events of tiers, which vLLM publishes with the chunks' tokens.
 
-The tier knows which chunks it stored and found, the server what becomes of them. A chunk of each group is told of by itself.
+The tier knows which chunks it has stored and found, and the server knows whether they are still stored. The chunks of each group are reported
+separately.
 """
 
 import dataclasses
@@ -10,20 +11,19 @@ import kvarts
 from .events import Follower, Ledger
 from .vllm_compat import Locality, Medium, OffloadingEvent, get_offload_block_hash, get_offload_group_idx
 
-#: What vLLM's events have beside keys, medium and removal, as far as its version has it: these chunks are on this engine's own server, and
-#: are told of when they go.
+#: Further fields of vLLM's events, if its version has them: the chunks are on this engine's own server, and their removal is reported.
 _MORE = {"locality": Locality.LOCAL, "ownership": "kvarts", "removal_expected": True}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What a removal needs to know of a chunk."""
+    """The description of a chunk: its name, for the event of its removal."""
 
     name: bytes
 
 
 class _Follower(Follower):
-    """Blocks are known by their key and their group."""
+    """A follower whose ledger names blocks by key and group."""
 
     def _happened_to(self, event):
         return 0, [(key, event.group) for key in event.keys]
@@ -33,7 +33,7 @@ class _Follower(Follower):
 
 
 class Announcer:
-    """One for each tier. `connect()`: as `Follower` takes it; `groups`: those of the engine's caches."""
+    """The announcer of a tier. `connect()`: as for `Follower`; `groups`: those of the engine's caches."""
 
     def __init__(self, connect, groups, pause):
         self._ledger = Ledger(1)
@@ -42,18 +42,18 @@ class Announcer:
         self._more = {name: value for name, value in _MORE.items() if name in fields}
 
     def storing(self, chunks):
-        """These are about to be stored: what `stored` takes."""
+        """Takes notice of a put of these chunks that begins; returns the argument for `stored`."""
         self._describe(chunks)
         return self._ledger.ask()
 
     def stored(self, asked, chunks, results):
         names = [_named(chunk) for chunk in chunks]
         self._ledger.answer(asked, [name for name, here in zip(names, results) if here], [True] * sum(results))
-        # It may have been there before.
+        # A chunk that was not stored now may have been stored before.
         self._ledger.doubt([name for name, here in zip(names, results) if not here])
 
     def found(self, chunks, results):
-        """What a look-up found, here or on another node: the server is asked again for its own."""
+        """Takes the result of a look-up. The found chunks may be on another node, so the follower looks up which of them this server has."""
         here = [chunk for chunk, is_here in zip(chunks, results) if is_here]
         names = [_named(chunk) for chunk in here]
         if lacking := self._ledger.lacks(names):
@@ -78,6 +78,6 @@ class Announcer:
 
 
 def _named(chunk):
-    """As the server's events have it."""
+    """The name of a chunk in the server's events: (key, group)."""
     key = get_offload_block_hash(chunk)
     return bytes(key) if len(key) == 32 else kvarts.key(key), get_offload_group_idx(chunk)

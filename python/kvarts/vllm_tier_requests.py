@@ -1,6 +1,6 @@
-"""What requests say of the chunks that vLLM's Kvarts tier stores for them: whether it does, how long they live, and how long they are held.
+"""The terms of requests for their chunks in vLLM's Kvarts tier: whether chunks are stored, their time to live, and how long they are pinned.
 
-vLLM tells a tier of a request with its `kv_transfer_params`, of the chunks that it looks for and stores for it, and of its end.
+vLLM notifies a tier of a request with its `kv_transfer_params`, of the look-ups and stores for the request, and of its end.
 """
 
 from collections import deque
@@ -13,12 +13,12 @@ from .pins import Pins
 from .vllm_compat import get_offload_block_hash, get_offload_group_idx, keys_of
 from .vllm_terms import Terms, complain, terms_of
 
-#: Of a request that says nothing.
+#: The terms of a request without `kv_transfer_params`.
 _PLAIN = Terms()
 
 
 class Request:
-    """A request of which something is said. `storing`: how many of its stores are under way."""
+    """A request with terms. `storing`: the number of its stores under way."""
 
     def __init__(self, terms):
         self.terms, self.keys = terms, {}
@@ -26,7 +26,7 @@ class Request:
 
 
 class Requests:
-    """`hold(keys, seconds)`: is called once a request is over that wants its chunks held, and all of them are stored that will be."""
+    """The requests with terms. `hold(keys, seconds)` is called for a request with `pin` after it has ended and all of its stores have ended."""
 
     def __init__(self, hold):
         self._hold, self._known = hold, {}
@@ -34,7 +34,7 @@ class Requests:
     def begin(self, context):
         terms = terms_of(context)
         if terms.session is not None:
-            complain("kv_transfer_params: session: it has no effect with the connector Kvarts; KvartsLayers has sessions")
+            complain("kv_transfer_params: session: the field has no effect with the connector Kvarts; use KvartsLayers for sessions")
         if terms.ttl is not None or terms.pin is not None or terms.skip_save:
             self._known[context.req_id] = Request(terms)
 
@@ -43,7 +43,7 @@ class Requests:
         return _PLAIN if request is None else request.terms
 
     def storing(self, context, keys):
-        """A store begins; what `stored` takes."""
+        """Takes notice of a store that begins; returns the argument for `stored`."""
         request = self._known.get(context.req_id)
         if request is not None:
             request.storing += 1
@@ -56,12 +56,12 @@ class Requests:
             self._hold_stored(request)
 
     def end(self, context, asked):
-        """It is over. `asked`: chunks that it looked for."""
+        """Takes notice of the end of a request. `asked`: the chunks that it looked up."""
         request = self._known.pop(context.req_id, None)
         if request is None:
             return
         request.is_over = True
-        # In the order of the prompt, as far as vLLM says it.
+        # In the order of the prompt, as far as vLLM reports it.
         request.keys = {**dict.fromkeys(keys_of(context)), **dict.fromkeys(asked), **request.keys}
         self._hold_stored(request)
 
@@ -72,7 +72,7 @@ class Requests:
 
 
 class Held:
-    """Chunks that are held against eviction: by group, because a lease of the store has one. All but `take` is of the link's thread."""
+    """Pinned chunks, by group, because a lease of the store covers one group. Only the link's thread may call the methods, except `take`."""
 
     def __init__(self):
         self._pins, self._told = {}, deque()
@@ -86,25 +86,25 @@ class Held:
                 held = self._pins.setdefault(group, Pins()).hold(_Column(pages, group), own, seconds)
                 told.append((held, len(own) - held, "NotHere"))
             except (kvarts.Retry, kvarts.Deadline):
-                raise  # all of them have failed
+                raise  # all groups have failed
             except kvarts.Error as error:
                 told.append((0, len(own), reason_of(error)))
         self._told.extend(told)
 
     def failed(self, keys, error):
-        """Nothing was asked."""
+        """Takes notice that no chunk could be pinned."""
         if not isinstance(error, kvarts.Error):
-            logger.error("kvarts: %d chunks are not held: %s", len(keys), error)
+            logger.error("kvarts: %d chunks could not be pinned because of a defect in Kvarts; report it: %s", len(keys), error)
         self._told.append((0, len(keys), reason_of(error)))
 
     def take(self):
-        """(held, not held, why not) of each that was asked for since the last call."""
+        """Yields (pinned, not pinned, reason) for each pin since the last call."""
         while self._told:
             yield self._told.popleft()
 
 
 class _Column:
-    """What a chain's lease needs of a handle: of one group, whose chunks need not follow each other."""
+    """The part of a handle that `Pins` uses, for one group. Its chunks need not be consecutive."""
 
     def __init__(self, pages, group):
         self._pages, self._group = pages, group

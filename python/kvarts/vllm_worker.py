@@ -1,4 +1,4 @@
-"""A worker's side of `KvartsLayers`: it lands what its scheduler has staged, and takes into the pool what is to be saved."""
+"""The worker's side of `KvartsLayers`: it copies staged blocks to the KV caches, and saved blocks to the pool."""
 
 import kvarts
 
@@ -9,23 +9,23 @@ from .vllm_stats import Stats
 
 
 class Mover:
-    """One for each worker. `plan`: where pages lie; `settings`: what the operator says."""
+    """The mover of a worker. `plan`: the positions of pages; `settings`: the operator's settings."""
 
     def __init__(self, plan, settings):
         self.plan, self.settings, self.stats = plan, settings, Stats()
         self.facts = None
         self._link = settings.link()
         self._dock = None
-        self._order = {}  # layer -> (group, its place among the group's layers)
+        self._order = {}  # layer -> (group, index in the group's layers)
         self._step = Step()
         self._heard = set()  # layers that waited in some pass
         self._waited = set()  # layers that waited in this one
         self._is_layered = False  # whether this pass waits layer by layer
-        # A pass without its draft model waits for none of the draft's layers.
+        # A pass that does not run the draft model does not wait for the draft's layers.
         self._may_layer = not plan.drafts
         self._landings, self._savings = [], []  # of this step
-        self._going = []  # those that may still move bytes
-        self._coming = []  # (request, landing) of those for which requests wait
+        self._going = []  # landings and saves that may still move bytes
+        self._coming = []  # (request, landing) of landings for which a request waits
         self._done, self._landed = {}, set()
         self._unwaited = set()
 
@@ -37,16 +37,16 @@ class Mover:
         self.facts = Facts(placed.facts)
 
     def begin(self, step):
-        """Before anything of a step runs."""
+        """Begins a step, before any of its work runs."""
         if self._landings or self._savings:
-            self.end()  # a step whose end vLLM did not tell
+            self.end()  # a step whose end vLLM did not report
         self._step, self._waited, self._is_layered = step, set(), False
         self._dock.attach(step.pool, step.naming)
         self.take()
         self._savings = [self._dock.save(save.number, save.stretches, save.slots) for save in step.saves]
 
     def take(self):
-        """Takes notice of what has ended."""
+        """Takes notice of landings and saves that have ended."""
         for one in [one for one in self._going if one.is_done()]:
             self._going.remove(one)
             self._done[one.number] = 1
@@ -56,7 +56,8 @@ class Mover:
             self._landed.add(name)
 
     def load(self, runs_by_layer):
-        """Begins this step's loads; the pass that comes waits for them by layers, or as a whole, but not for those that requests wait for."""
+        """Begins this step's loads. The next forward pass waits for them, layer by layer or as a whole. It does not wait for loads for which a request
+        waits."""
         loads, self._step.loads = self._step.loads, []
         for load in loads:
             if load.waits is not None:
@@ -82,32 +83,32 @@ class Mover:
             landing.await_layer(*place)
 
     def wait_for(self, name):
-        """What this layer computes, it computes with what was landed."""
+        """Makes the computation of this layer wait until its blocks have landed."""
         place = self._order.get(name)
         if place is None:
-            return  # it has no cache of its own
+            return  # a layer without its own cache
         self._heard.add(name)
         self._waited.add(name)
         if self._is_layered:
             self._await(place)
 
     def save(self, name):
-        """This layer leaves, behind its computation. Where a batch is computed in parts it leaves at the end, with all of them."""
+        """Begins to copy this layer to the pool, after its computation. If a batch is computed in parts, all layers are copied at the end of the pass."""
         place = self._order.get(name)
         for saving in self._savings if place is not None and not self.plan.has_parts else ():
             saving.layer(*place)
 
     def end(self):
-        """After the forward pass, also if there was none."""
+        """Ends a step, after its forward pass or without one."""
         if self._is_layered:
-            # What a later step writes to these pages, it writes behind them.
+            # Later steps write to these pages only after the landings.
             self._await_all()
             if not self._waited.issuperset(self._order):
                 self._missed()
         for saving in self._savings:
             saving.finish()
         if self._savings:
-            # Pages that leave may be another request's in the next step, from its very beginning.
+            # The next step may give the saved pages to another request from its beginning.
             # ends: on a GPU at once, as streams wait; on a processor after copies in memory
             self._dock.streams.join()
         self._going += self._landings + self._savings
@@ -115,9 +116,13 @@ class Mover:
         self.take()
 
     def _missed(self):
-        """A layer that waited in other passes did not in this one: what it computed with, nobody knows."""
+        """Handles a layer that waited in earlier passes but not in this one. It may have computed without its loaded blocks."""
         missed = next(name for name in self._order if name not in self._waited)
-        logger.error("kvarts: a forward pass did not wait for the layer %s: from now on each pass waits for all layers before it begins", missed)
+        logger.error(
+            "kvarts: a forward pass did not wait for the blocks of layer %s; its loads are reported to vLLM as failed, and from now on each pass waits for all "
+            "layers before it begins (slower)",
+            missed,
+        )
         self._may_layer = False
         for landing in self._landings:
             self._unwaited.update(landing.slots)
@@ -128,7 +133,7 @@ class Mover:
         return unwaited
 
     def take_landed(self):
-        """Requests for which all that they waited for has landed."""
+        """Returns the requests whose loads have landed since the last call."""
         self.take()
         landed, self._landed = self._landed, set()
         return landed
@@ -146,4 +151,4 @@ class Mover:
                 one.is_done(self.settings.timeout)
             (self._dock or self._link).close(self.settings.timeout)
         except kvarts.Error as error:
-            logger.warning("kvarts: %s", error)
+            logger.warning("kvarts: the worker's side of the connector did not close in time: %s", error)

@@ -203,7 +203,7 @@ class Known(unittest.TestCase):
             self.assertTrue(any(one == place or one.startswith(place + ".") for one in told), place)
 
     def test_a_name_that_is_not_there_is_told_with_the_version_and_what_names_all(self):
-        with mock.patch.dict(vllm_compat._NAMES, {"Gone": "vllm.v1.gone"}), self.assertRaisesRegex(ImportError, "vllm.v1.gone.Gone.*tried: 0.32.0.*kvarts.probe vllm"):
+        with mock.patch.dict(vllm_compat._NAMES, {"Gone": "vllm.v1.gone"}), self.assertRaisesRegex(ImportError, "vllm.v1.gone.Gone.*tested version .0.32.0.*kvarts.probe vllm"):
             vllm_compat.Gone  # noqa: B018
         with mock.patch.dict(sglang_compat._NAMES, {"Gone": "sglang.srt.gone"}), self.assertRaisesRegex(ImportError, "sglang.srt.gone.Gone.*kvarts.probe sglang"):
             sglang_compat.Gone  # noqa: B018

@@ -46,7 +46,7 @@ class What(unittest.TestCase):
             "session_ends": (1, "true"),
             "priority": (1, "high"),
         }
-        text = {"session": "printable letters", "session_of": "printable letters", "session_shared_tokens": "tokens", "session_ends": "true or false"}
+        text = {"session": "printable characters", "session_of": "printable characters", "session_shared_tokens": "tokens", "session_ends": "true or false"}
         right = text | {"max_load_tokens": "tokens", "max_offload_tokens": "tokens", "ttl": "seconds", "pin": "at most 86400", "skip_save": "true or false", "priority": "`pin`"}
         for name, values in wrong.items():
             for value in values:

@@ -254,7 +254,7 @@ class Tier(Vllm):
             disk = [asked(prompts, skip_save=True) for prompts in (skipped, short, pinned, plain)]
             expect(disk == [0, 0, full, full], f"from disk: {disk}")
             with open(engine.log, encoding="utf-8", errors="replace") as log:
-                expect(any("session: it has no effect" in line for line in log), "not told that no sessions exist")
+                expect(any("session: the field has no effect" in line for line in log), "not told that no sessions exist")
             measured = self.measured(engine)
             engine.end()
         finally:
