@@ -1,8 +1,8 @@
-"""The scheduler's side of `KvartsLayers`: what is staged and promised to a request, and which of its blocks are saved.
+"""The scheduler's side of `KvartsLayers`: it stages and promises blocks to requests, and selects the blocks to save.
 
-A request is asked for again and again until its blocks are in the pool; then it is let in, and they are landed in that very step. Of a request
-that runs, blocks are saved in the step that computes them, or later; windows in that step or not at all, because the engine does not keep
-them.
+vLLM looks up a request repeatedly until the request's blocks are in the pool. Then vLLM schedules the request, and the blocks land in the same step.
+The blocks of a running request are saved in the step that computes them, or later. Windows are saved in that step or not at all, because the engine
+does not keep them.
 """
 
 import time
@@ -20,51 +20,51 @@ from .vllm_stats import Stats
 from .vllm_steps import measure
 from .vllm_terms import terms_of
 
-#: Bytes that leave in a step; what is more waits for the next one. Windows do not count: they cannot wait.
+#: The limit of bytes that a step saves. Further blocks wait for the next step. Windows do not count, because they cannot wait.
 _STEP_BYTES = 256 << 20
-#: How often blocks of a request are offered again after a put that failed.
+#: The limit of failed puts of a request after which its blocks are offered again.
 _TRIES = 3
-#: Of how many timeouts the blocks of a request that is over are kept where there is no room for them.
+#: The time for which the blocks of an ended request wait for room in the pool, in timeouts.
 _KEPT = 5
 
 
 class _Known:
-    """A request that has blocks."""
+    """A scheduled request whose blocks are saved."""
 
     def __init__(self, request, terms, promised, least=0, used=None):
         self.request, self.terms = request, terms
         self.bound = 0 if terms.skip_save else terms.max_offload_tokens
-        #: With fewer blocks nothing of it is stored; and how many of them were used often enough, if that is asked.
+        #: The minimum of blocks of a stored request; and the number of leading blocks with enough uses, if uses are counted.
         self.least, self.used = least, used
         self.promised = promised
-        self.saved = promised  # blocks before that are stored, or on their way
-        self.windows = promised  # windows before that were kept, or are gone
-        self.state = None  # the last boundary, in tokens, of which the state was kept
-        self.asked = None  # a look-up of which of its blocks the store has
+        self.saved = promised  # blocks before this one are stored or being stored
+        self.windows = promised  # windows before this block were kept, or are gone
+        self.state = None  # the last boundary, in tokens, whose state was kept
+        self.asked = None  # a look-up of the request's blocks in the store
         self.sent = set()  # saves that the workers have
-        self.putting = 0  # blocks that are on their way from the pool to the store: how many saves
-        self.held = None  # how many of its blocks are held, if it wants that, when it is over and they are stored
-        self.is_gone = False  # whether nothing of it leaves any more
+        self.putting = 0  # the number of saves that are being put from the pool to the store
+        self.held = None  # the number of blocks to pin after the request's end, when they are stored
+        self.is_gone = False  # whether no further block will be saved
         self.tries = 0
-        self.last = None  # its places once it is over
+        self.last = None  # its slots, once it has ended
         self.is_ended = False  # whether its last windows were kept
-        self.until = 0.0  # how long they are kept then
+        self.until = 0.0  # how long its slots are kept then
 
 
 class _Save:
-    """Blocks that leave."""
+    """A save of blocks."""
 
     def __init__(self, known, group, first, last, savings):
         self.known, self.group, self.first, self.last, self.savings = known, group, first, last, savings
-        self.taken = 0  # by how many workers
+        self.taken = 0  # the number of workers that have copied their part
         self.stored, self.why, self.open = last - first, None, len(savings)
-        self.certain = self.stored  # leading blocks of which a put has said that they are there
-        self.offered = None  # what routers may be told of
+        self.certain = self.stored  # the number of leading blocks that are stored according to a put
+        self.offered = None  # the argument for the announcer's `saved`
 
 
 class Finder:
-    """One for each engine. `plan`: what blocks there are; `settings`: what the operator says; `blocks_of`: the places that a request has, `manager`: vLLM's;
-    `announcer(plan, naming, groups, settings)`: makes what tells routers, if they are told."""
+    """The finder of an engine. `plan`: the engine's blocks; `settings`: the operator's settings; `blocks_of`: returns the slots of a request; `manager`:
+    vLLM's manager of caches; `announcer(plan, naming, groups, settings)`: makes the announcer for routers, if events are enabled."""
 
     def __init__(self, plan, settings, reads=True, writes=True, announcer=None):
         self.plan, self.settings, self.stats = plan, settings, Stats()
@@ -75,26 +75,26 @@ class Finder:
         self._desk = self._naming = None
         self._workers, self._attached = 0, {}
         self._began = None  # when workers were first waited for
-        self._stagings = {}  # request -> (Staging, when it was asked for first)
-        self._renewals = {}  # request -> the same once more, of one that waits long
+        self._stagings = {}  # request -> (Staging, time of its first look-up)
+        self._renewals = {}  # request -> a second staging, for a request that waits long
         self._loads = []  # of the step that is being made
-        self._waiting = set()  # requests that are let in when their loads have landed
-        self._landing = {}  # number -> [Staging, by how many workers it has landed]
+        self._waiting = set()  # requests that vLLM schedules when their loads have landed
+        self._landing = {}  # number -> [Staging, number of workers for which it has landed]
         self._known = {}  # request -> _Known
-        self._computing = {}  # request, by its name: those that were let in
+        self._computing = {}  # name -> scheduled request
         self._saves = {}  # number -> _Save
-        self._putting, self._answers = 0, deque()  # of threads that put
-        self._held = deque()  # of the link's thread: (blocks, how many are held, why not more)
-        self._turns = deque()  # of the sessions' thread: (how a session went on, why not)
-        self._terms = {}  # request -> what it says
-        self._unasked = {}  # request -> (why, blocks) for which nothing was asked
-        self._used = {}  # request -> how many of its blocks were used often enough
+        self._putting, self._answers = 0, deque()  # puts under way; results, from their threads
+        self._held = deque()  # from the link's thread: (blocks, number of pinned blocks, error)
+        self._turns = deque()  # from the sessions' thread: (outcome of a turn, error)
+        self._terms = {}  # request -> its terms
+        self._unasked = {}  # request -> (reason, number of blocks that were not looked up)
+        self._used = {}  # request -> number of its leading blocks with enough uses
         self._uses = Uses(settings.store_after) if settings.store_after > 1 else None
         self._numbers = 0
-        self._counted = {}  # blocks that were staged, as far as they were told
+        self._counted = {}  # source -> number of staged blocks that are counted already
 
     def meet(self, facts):
-        """The workers have told what they have: now blocks have names."""
+        """Takes the facts of all workers, which determine the identity of the blocks."""
         self._workers = len(facts)
         self._naming, groups = self.plan.named(facts)
         settings = self.settings
@@ -103,7 +103,7 @@ class Finder:
             self._routers = self._announces(self.plan, self._naming, groups, settings)
 
     def _is_ready(self):
-        """Whether every worker has the pool; `None` as long as that may still come."""
+        """Whether every worker is attached to the pool; `None` while workers may still attach."""
         if self._desk is None or self._link.away:
             return False
         name = self._desk.name
@@ -113,10 +113,10 @@ class Finder:
         self._began = self._began or time.monotonic()
         return None if time.monotonic() - self._began < self.settings.timeout else False
 
-    # Before a request is let in.
+    # Before a request is scheduled.
 
     def find(self, request, computed):
-        """How many tokens are staged beyond those that are computed; `None` until it is known. At least one token is left."""
+        """The number of staged tokens behind the computed ones; `None` while that is unknown. At least one token is left to compute."""
         size, name = self.plan.block_tokens, request.request_id
         first, last = computed // size, (request.num_tokens - 1) // size
         most = first + self._terms_of(request).max_load_tokens // size
@@ -149,7 +149,7 @@ class Finder:
         return terms
 
     def _handed(self, request, last):
-        """How many leading blocks are to come, because another engine has computed them for this request."""
+        """The number of leading blocks to wait for, because another engine has computed them for this request."""
         handed = vllm_handover.expected(request, self.plan, self._desk.namespace, last)
         if handed.why is not None:
             self.stats.add("unhanded", handed.blocks, handed.why)
@@ -157,7 +157,7 @@ class Finder:
         return handed.blocks
 
     def _renewed(self, name, staging):
-        """What was staged once more takes the place of what was staged before; where the server did not answer, that stays good."""
+        """Replaces a staging by its renewal. If the server did not answer the renewal, the earlier staging stays valid."""
         renewal = self._renewals.get(name)
         if renewal is None or not renewal.is_over:
             return staging
@@ -177,12 +177,12 @@ class Finder:
         return 0
 
     def allocated(self, request, blocks, external):
-        """A request is let in with so many tokens of what was staged for it."""
+        """Takes notice that vLLM has scheduled a request with `external` staged tokens."""
         name, size = request.request_id, self.plan.block_tokens
         is_new = name not in self._computing
         self._computing[name] = request
         if name in self._waiting and not external:
-            # What was promised to it has landed. All else of it is known.
+            # The promised blocks have landed. Everything else about the request is known.
             self._waiting.remove(name)
             return
         staging, since = self._stagings.pop(name, (None, 0.0))
@@ -202,7 +202,7 @@ class Finder:
         if self._writes and self._desk is not None:
             known = self._known[name] = self._made_known(request, last, is_new)
             if known.bound:
-                # What the engine has and the store has not is offered, too: the request that computed it could not save it.
+                # Blocks that the engine has and the store lacks are offered, too: an earlier request could not save them.
                 known.asked = staging or self._ask(request)
             self._learn_stored(known)
         elif staging is not None:
@@ -211,17 +211,17 @@ class Finder:
             self._desk.let_go(staging)
 
     def _count_missing(self, name, staging):
-        """Why a request computes what it asked for."""
+        """Counts the blocks that a request computes although it looked them up, by reason."""
         why, blocks = self._unasked.pop(name, ("", 0))
         self.stats.add("unstaged", blocks, why)
         for why, blocks in staging.reasons().items() if staging is not None else ():
             self.stats.add("unstaged", blocks, why)
 
     def _made_known(self, request, promised, is_new):
-        """A request that is let in, for the first time or again."""
+        """The record of a request that is scheduled, for the first time or again."""
         terms, settings = self._terms_of(request), self.settings
         if vllm_handover.is_prefill(request):
-            # Another engine needs it now.
+            # Another engine needs its blocks now.
             return _Known(request, terms, promised)
         if self._uses is not None and is_new:
             keys = self.plan.keys(request, 0, request.num_prompt_tokens // self.plan.block_tokens)
@@ -229,14 +229,14 @@ class Finder:
         return _Known(request, terms, promised, settings.minimum_blocks, self._used.get(request.request_id))
 
     def _ask(self, request):
-        """A look-up alone, for which nobody waits."""
+        """Looks up a request's blocks without staging them. No request waits for the result."""
         count = (request.num_tokens - 1) // self.plan.block_tokens
         if not count or not self._is_ready():
             return None
         return self._desk.stage(self.plan.keys(request, 0, count), count, request.num_tokens)
 
     def _promised(self, staging, first, last, blocks, waits):
-        """These blocks are landed in the step that is being made. `waits`: the request that waits for that."""
+        """Adds a load of these blocks to the step that is being made. `waits`: the request that waits for the load."""
         stretches, slots = {}, {}
         for group in self._desk.groups:
             own = blocks[group.number % self.plan.groups]
@@ -282,7 +282,7 @@ class Finder:
         return step
 
     def ran(self):
-        """The oldest step whose end was not told has run."""
+        """Takes notice that the oldest step has run."""
         self.settings.steps.end()
 
     def _save_all(self, step, output):
@@ -290,7 +290,7 @@ class Finder:
         for name, known in self._known.items():
             self._learn_stored(known)
             if known.asked is not None and known.last is None:
-                # Windows cannot wait for the answer.
+                # Windows cannot wait for the look-up.
                 known.saved = self._hashed(known.request)
             scheduled = output.num_scheduled_tokens.get(name, 0)
             end = self._end_of(known, scheduled)
@@ -311,21 +311,21 @@ class Finder:
                 known.windows, known.is_ended = max(known.windows, end), known.last is not None
 
     def _make_room(self):
-        """Requests that wait for memory may hold all of the pool, while what is over waits for the pool and holds the memory: the one that was
-        asked for last is staged again later."""
+        """Releases the staged blocks of the waiting request that was staged last; its next look-up stages them again. Waiting requests may fill the pool,
+        while ended requests need room in the pool and keep the engine's memory."""
         name = next((name for name, (staging, _) in reversed(self._stagings.items()) if staging.is_over), None)
         if name is not None:
             self._nothing(name)
 
     def _learn_stored(self, known):
-        """Once the look-up has been answered, what is missing is offered. A request whose look-up failed offers all that it computes."""
+        """After the look-up, sets the first block to save: the first one that the store lacks. If the look-up failed, all computed blocks are saved."""
         if known.asked is not None and known.asked.is_over:
             known.saved = known.promised if known.asked.stored is None else known.asked.stored
             self._tell_found(known.request, known.asked)
             known.asked = None
 
     def _tell_found(self, request, asked):
-        """Blocks that were found are this engine's to tell of, too: it knows what they are."""
+        """Reports found blocks to routers, too, because this engine knows their tokens."""
         if self._routers is not None and asked.stored:
             self._routers.found(request, asked.stored)
 
@@ -333,8 +333,8 @@ class Finder:
         return len(request.block_hashes) // self.plan.hashes
 
     def _end_of(self, known, scheduled):
-        """Up to which block all is computed when the step that is being made has run: of the prompt what it computes, and of the answer that
-        of which vLLM has taken the output, because drafts may be taken back. Nothing behind what the request or the operator wants stored."""
+        """The number of leading blocks that can be saved after the step that is being made. Blocks of the prompt count with the step; blocks of the answer
+        count after vLLM has accepted their output, because drafts may be rejected. The limits of the request and of the operator apply."""
         computed = self._computed(known.request, scheduled)
         if computed < known.least:
             return 0
@@ -352,14 +352,14 @@ class Finder:
                 continue
             own = blocks[group.number % self.plan.groups]
             for first, last in self.plan.kept(group, known.windows, end, prompt, known.last is not None) if group.window is not None else ():
-                # What has passed when the request was let in was another one's to keep.
+                # Windows that had passed when the request was scheduled are not available.
                 while first < last and not all(self.plan.slots(group, own, first, first + 1)):
                     first += 1
                 if first < last:
                     self._send(step, known, group, first, last, blocks)
 
     def _save_states(self, step, output):
-        """States are at those boundaries at which vLLM has computed them for itself: it says where, in the step that computes them."""
+        """Saves states at the boundaries at which vLLM computes them. vLLM reports the boundaries in the step that computes them."""
         told = getattr(output, "kv_connector_block_state", None)
         for name, offers in (told.boundary_state_offloads if told is not None and self.plan.states else {}).items():
             known = self._known.get(name)
@@ -368,7 +368,7 @@ class Finder:
                 self._save_state(step, known, tokens, places)
 
     def _save_state(self, step, known, tokens, places):
-        """Keeps the state at a boundary, or does not: of every group."""
+        """Saves the state of every group at a boundary, if the policy keeps it."""
         size = self.plan.block_tokens
         last, rest = divmod(tokens, size)
         before = known.promised * size if known.state is None else known.state
@@ -385,15 +385,15 @@ class Finder:
                 self._send(step, known, group, last - 1, last, None, [place])
 
     def _send(self, step, known, group, first, last, blocks, places=None):
-        """Tells the workers to take blocks into the pool, of a window's group or of all that have every block; whether there was room. `places`: the
-        engine's, where they are not those of the request's blocks."""
+        """Adds a save of blocks to the step, of one group of windows or of all groups with every block; returns whether the pool had room. `places`: the
+        engine's slots, if they differ from those of the request's blocks."""
         given = places
         keys = self.plan.keys(known.request, first, last)
         parent = self.plan.keys(known.request, first - 1, first)[0] if first else b""
         savings, stretches, slots = [], {}, {}
         for one in [group] if group is not None else [one for one in self._desk.groups if one.window is None]:
             places = given or self.plan.slots(one, blocks[one.number % self.plan.groups], first, last)
-            # Place zero is none.
+            # Slot zero means that there is no block.
             saving = self._desk.room_for(one, keys, first, parent) if all(places) and places else None
             if saving is None:
                 self._desk.give_back(savings)
@@ -433,7 +433,7 @@ class Finder:
 
     @property
     def is_saving(self):
-        """Whether blocks are on their way to the store."""
+        """Whether saves or puts are under way."""
         return bool(self._saves or self._putting)
 
     def take_answers(self):
@@ -449,9 +449,9 @@ class Finder:
             self.stats.add("turns", 1, how if why is None else reason_of(why))
 
     def _stored(self, save, stored, why):
-        """What became of a put."""
+        """Takes the result of a put."""
         save.certain = min(save.certain, stored)
-        if stored < save.stored and getattr(why, "reason", None) != "InFlight":  # which another one stores right now
+        if stored < save.stored and getattr(why, "reason", None) != "InFlight":  # another process is storing the block
             save.stored, save.why = stored, why
         save.open -= 1
         if save.open:
@@ -470,12 +470,12 @@ class Finder:
         if save.group is None and known.last is None and known.tries <= _TRIES and self._known.get(known.request.request_id) is known:
             known.saved = min(known.saved, save.first + save.stored)
         else:
-            # What lies behind a hole is of no use.
+            # Blocks behind a missing block are useless.
             known.bound = min(known.bound, (save.first + save.stored) * self.plan.block_tokens) if save.group is None else known.bound
             self.stats.add("dropped", left, reason_of(save.why))
 
     def handed_over(self, request):
-        """What the engine that decodes is told, where another one does; before the request is over here."""
+        """The parameters for the decode engine, if another engine decodes this request. Called before `finished`."""
         if not vllm_handover.is_prefill(request) or self._desk is None or self._desk.namespace is None:
             return None
         known, blocks = self._known.get(request.request_id), 0
@@ -484,7 +484,7 @@ class Finder:
         return vllm_handover.offered(request, self.plan, self._desk.namespace, blocks)
 
     def finished(self, request, blocks):
-        """Whether its places are to be kept until the workers have taken what is in them."""
+        """Takes notice of the end of a request; returns whether vLLM must keep its slots until the workers have copied them."""
         name = request.request_id
         self._nothing(name)
         self._unasked.pop(name, None)
@@ -493,7 +493,7 @@ class Finder:
         is_measured = self._used.pop(name, None) is not None
         self.settings.steps.forget(name)
         if name in self._waiting:
-            # vLLM keeps its places until the load has landed, by itself. Nothing of it was computed.
+            # vLLM itself keeps the slots until the load has landed. No block was computed.
             self._waiting.remove(name)
             self._known.pop(name, None)
             return False
@@ -507,7 +507,7 @@ class Finder:
         known.held = computed
         self._learn_stored(known)
         if known.asked is not None:
-            # It is over before it is known what the store has of it.
+            # The request has ended before its look-up.
             known.asked, known.saved = None, known.promised
         known.last = [list(own) for own in blocks]
         known.until = time.monotonic() + _KEPT * self.settings.timeout
@@ -519,13 +519,13 @@ class Finder:
         return False
 
     def _forget(self, name):
-        """Its blocks have left, as far as they will."""
+        """Drops a request of which no further block will be saved."""
         known = self._known.pop(name)
         known.is_gone = True
         self._hold_stored(known)
 
     def _hold_stored(self, known):
-        """What a request wants held is held when all of it that is to be stored is."""
+        """Pins the blocks of a request, or records its turn, when all of its saves have ended."""
         if known.is_gone and not known.putting and known.held is not None:
             blocks, known.held = known.held, None
             self._hold(known.request, blocks, known.terms)
@@ -545,19 +545,18 @@ class Finder:
             self._desk.go_on(self.plan.keys(request, 0, blocks), turn, lambda *told: self._turns.append(told))
 
     def forget(self):
-        """What is stored stays; what the pool has of it is forgotten, as the host tiers of other connectors are."""
+        """Discards the pool's copies of blocks, as other connectors clear their host tiers. Stored blocks stay in the store."""
         if self._desk is not None:
             self._desk.forget()
 
     def is_behind(self):
-        """Whether steps must go on, also without a request: for places that are kept, for loads that hold the pool, and for what routers have not been
-        told yet."""
+        """Whether vLLM must continue with steps without a request: for kept slots, for loads that hold blocks of the pool, and for pending events."""
         if self._landing or any(known.last is not None for known in self._known.values()):
             return True
         return self._routers is not None and (self._putting > 0 or self._routers.has_news)
 
     def take_events(self):
-        """What routers are to be told."""
+        """The pending events for routers."""
         if self._routers is None:
             return ()
         self.take_answers()
@@ -576,4 +575,4 @@ class Finder:
         try:
             (self._desk or self._link).close(self.settings.timeout)
         except kvarts.Error as error:
-            logger.warning("kvarts: %s", error)
+            logger.warning("kvarts: the scheduler's side of the connector did not close in time: %s", error)
