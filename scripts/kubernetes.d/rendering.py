@@ -14,9 +14,9 @@ PLAIN = os.path.join(FOLDER, "daemonset.yaml")
 #: How long one program may take.
 SECONDS = 60
 HEAD = """\
-# One server on each node with local disks: what the chart beside this file renders without settings (`scripts/kubernetes render`
-# writes it). docs/guides/kubernetes.md says what the nodes need, and how the Secret kvarts-tokens is made. Rules of a Prometheus operator and the
-# dashboard are in the chart.
+# One server on each node with local disks. The chart beside this file renders these objects without settings (`scripts/kubernetes render`
+# writes them). docs/guides/kubernetes.md describes the requirements of the nodes, and how to make the Secret kvarts-tokens. The chart also has
+# rules for the Prometheus operator and a dashboard.
 """
 
 

@@ -14,23 +14,23 @@
 {{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
 {{- end }}
 
-{{/* What can be seen to be wrong before a pod is made. */}}
+{{/* Checks of the values before a pod is made. */}}
 {{- define "kvarts.check" -}}
 {{- with .Values }}
 {{- if and .grpc.enabled (not (and .grpc.tlsSecret .tokens.secret)) }}
-{{- fail "grpc.enabled listens to a network: set grpc.tlsSecret and tokens.secret" }}
+{{- fail "grpc.enabled: gRPC over a network requires TLS and tokens: set grpc.tlsSecret and tokens.secret" }}
 {{- end }}
 {{- if .cluster.enabled }}
 {{- if eq (empty .cluster.members) (empty .cluster.membersConfigMap) }}
-{{- fail "cluster.enabled: set one of cluster.members (etcd://...) and cluster.membersConfigMap" }}
+{{- fail "cluster.enabled: set either cluster.members (etcd://...) or cluster.membersConfigMap, and not both" }}
 {{- end }}
 {{- if and .cluster.membersConfigMap (not .hostNetwork) }}
-{{- fail "cluster.membersConfigMap names addresses that must outlive a pod: set hostNetwork, or use etcd" }}
+{{- fail "cluster.membersConfigMap: a members' file needs addresses that do not change with a pod: set hostNetwork, or set cluster.members for etcd" }}
 {{- end }}
 {{- end }}
 {{- range $name, $value := .settings }}
 {{- if has $name (list "KVARTS_CLUSTER_ADDRESS" "KVARTS_CLUSTER_ETCD_AUTHORITY" "KVARTS_CLUSTER_ETCD_CERTIFICATE" "KVARTS_CLUSTER_ETCD_KEY" "KVARTS_CLUSTER_ETCD_PASSWORD" "KVARTS_CLUSTER_LANE_PORT" "KVARTS_CLUSTER_LISTEN" "KVARTS_CLUSTER_MEMBERS" "KVARTS_CLUSTER_SECRET" "KVARTS_COLD_BUCKET" "KVARTS_CONFIG" "KVARTS_LIMITS_INDEX" "KVARTS_LIMITS_MEMORY" "KVARTS_LIMITS_SHARED" "KVARTS_LISTEN_GRPC" "KVARTS_LISTEN_METRICS" "KVARTS_LISTEN_OPEN_METRICS" "KVARTS_LISTEN_OPEN_NETWORK" "KVARTS_LISTEN_SOCKET" "KVARTS_STORE_DIRECTORIES" "KVARTS_TLS_CERTIFICATE" "KVARTS_TLS_CLIENT_AUTHORITY" "KVARTS_TLS_KEY") }}
-{{- fail (printf "settings.%s: the chart sets it from a value of its own, or access depends on it" $name) }}
+{{- fail (printf "settings.%s: the variable is not allowed here, because the chart sets it or access depends on it: use the chart's own value" $name) }}
 {{- end }}
 {{- end }}
 {{- end }}
