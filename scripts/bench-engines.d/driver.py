@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class Missing(Exception):
-    """A package or a program is not here."""
+    """A package or a program is missing."""
 
 
 def processor_seconds(pid):
@@ -143,11 +143,11 @@ class Store:
         self.entry = entry
         self.python = os.path.join(PLACE, entry.engine, "bin", "python")
         if not os.path.exists(self.python):
-            raise Missing(f"no environment: scripts/bench-engines setup {entry.engine}")
+            raise Missing(f"there is no environment of {entry.engine}: run scripts/bench-engines setup {entry.engine}")
         for needed in sorted({entry.needs, "kvarts"} if entry.ours else {entry.needs}):
             look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({needed!r}) is None)"
             if subprocess.run([self.python, "-c", look], env=self._environment(), check=False).returncode != 0:
-                raise Missing(f"no package {needed}: scripts/bench-engines setup {entry.engine}")
+                raise Missing(f"the package {needed} is missing: run scripts/bench-engines setup {entry.engine}")
         name = entry.name.replace(" ", "-")
         self.server = self.socket = None
         if entry.server:

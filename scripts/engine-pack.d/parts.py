@@ -41,7 +41,7 @@ def tar_of(directory):
                 path = os.path.join(place, name)
                 info = tar.gettarinfo(path, os.path.relpath(path, directory))
                 if not info.isreg():
-                    raise Bad(f"{path} is no plain file")
+                    raise Bad(f"{path} is not a regular file, so it cannot be packed")
                 info.mtime, info.uid, info.gid, info.uname, info.gname = 0, 0, 0, "", ""
                 info.mode = 0o755 if info.mode & 0o100 else 0o644
                 with open(path, "rb") as file:
@@ -78,7 +78,7 @@ def deal(streams, limit, beside=0):
             folders.append([])
             used = 0
         if max(sizes, default=0) > room or (stream is streams[-1] and whole > room):
-            raise Bad(f"{stream['name']}: {max(max(sizes), whole if stream is streams[-1] else 0)} bytes do not fit into {room}")
+            raise Bad(f"{stream['name']}: {max(max(sizes), whole if stream is streams[-1] else 0)} bytes do not fit into the {room} bytes of a folder")
         for piece, size in zip(stream["pieces"], sizes):
             if used + size > room:
                 folders.append([])
@@ -107,7 +107,7 @@ def read_index(folder):
     except (OSError, ValueError) as error:
         raise Bad(f"{folder} has no index: {error}") from None
     if index.get("format") != FORMAT:
-        raise Bad(f"{folder}: an index of format {index.get('format')}, this reads {FORMAT}")
+        raise Bad(f"{folder} has an index of format {index.get('format')}, but this program reads format {FORMAT}: use the there.py of that folder")
     return index
 
 
@@ -120,11 +120,11 @@ def check(path, piece):
     try:
         size = os.path.getsize(path)
     except OSError:
-        raise Bad(f"{path} is missing") from None
+        raise Bad(f"{path} is missing: copy the folder again") from None
     if size != piece["bytes"]:
-        raise Bad(f"{path} has {size} bytes, not {piece['bytes']}")
+        raise Bad(f"{path} has {size} bytes, but {piece['bytes']} bytes according to the index: copy the folder again")
     if digest_of(path) != piece["sha256"]:
-        raise Bad(f"{path} is damaged: it has another SHA-256 than the index says")
+        raise Bad(f"{path} is damaged: its SHA-256 differs from the index; copy the folder again")
 
 
 def keep(folder, place):
@@ -191,7 +191,7 @@ def unpack(store, stream, target):
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         raw = b"".join(pool.map(piece, stream["pieces"]))
     if len(raw) != stream["bytes"] or hashlib.sha256(raw).hexdigest() != stream["sha256"]:
-        raise Bad(f"{stream['name']}: the pieces together are not what was packed")
+        raise Bad(f"{stream['name']}: the SHA-256 of the joined pieces differs from the index: copy all folders of one pack again")
     new = target + ".new"
     shutil.rmtree(new, ignore_errors=True)
     with tarfile.open(fileobj=io.BytesIO(raw)) as tar:

@@ -124,7 +124,7 @@ class Engine(Process):
         deadline = time.monotonic() + PATIENCE
         while not self.ask(do="reset", connector=False)["reset"]:
             if time.monotonic() > deadline:
-                raise RuntimeError("the engine does not forget its prefixes")
+                raise RuntimeError("the engine did not drop its cached prefixes in time")
             self.step()
         if host:
             self.ask(do="reset", connector=True)
@@ -238,7 +238,7 @@ class Stage:
                 bad[name] = f"{type(error).__name__}: {error}"[:300]
         self.tell("imports", good=len(wanted) - len(bad), bad=bad)
         if bad:
-            raise RuntimeError(f"these cannot be imported: {json.dumps(bad)}")
+            raise RuntimeError(f"these modules cannot be imported: {json.dumps(bad)}")
 
     # The engine without anything behind it.
 

@@ -47,7 +47,7 @@ def chosen(names, patience=1):
     """The stages of these names, or all; each may take `patience` times as long."""
     unknown = set(names) - {stage.name for stage in STAGES}
     if unknown:
-        raise ValueError(f"no such stage: {', '.join(sorted(unknown))}")
+        raise ValueError(f"there is no stage {', '.join(sorted(unknown))}: --help lists the stages")
     return [stage._replace(most=stage.most * patience) for stage in STAGES if not names or stage.name in names]
 
 

@@ -1,20 +1,20 @@
 """The part of `scripts/engine-pack` that runs on the machine with the device.
 
-  python3 there.py keep PLACE            takes the folder that this file lies in to PLACE, and says which folders are missing
+  python3 there.py keep PLACE            copies the folder of this file to PLACE, and lists the missing folders
   python3 there.py run PLACE OUT [OPTION...]
-                                         the same, then joins and unpacks all of them and runs the stages that are not done yet
-      --seconds N       for everything together, joining included (540)
-      --stages A,B      these stages, of: machine, plain, disk, own, memory (all that are not done)
-      --again           also those that are done
-      --disk DIR        on the disk that is measured, 20 GiB free (PLACE/disk)
-      --memory DIR      on a file system in memory, 12 GiB free beside the 10 GiB of the engine's host tier (/dev/shm)
-      --grow-shm        mounts /dev/shm anew where it is too small, which takes root
-      --tiny            shapes for which a processor is enough: that everything runs, not how fast
+                                         copies the folder to PLACE, joins and unpacks all folders, and runs the stages that are not done yet
+      --seconds N       the limit for the whole run, joining included (540)
+      --stages A,B      the stages to run, of: machine, plain, disk, own, memory (all that are not done)
+      --again           runs stages again that are done
+      --disk DIR        a directory on the disk to measure, with 20 GiB free (PLACE/disk)
+      --memory DIR      a directory on a file system in memory, with 12 GiB free beside the 10 GiB of the engine's host tier (/dev/shm)
+      --grow-shm        mounts /dev/shm again with a larger size if it is too small; requires root
+      --tiny            uses shapes that a processor can compute, to check that every stage runs; the times then say nothing
       --device KIND     cuda or cpu (cuda)
-      --patience N      every stage may take N times as long, on a machine that is slow (1)
+      --patience N      multiplies the limit of every stage by N, for a slow machine (1)
 
-PLACE must outlive the call for the next one to go on. OUT has results.json, report.txt and logs.txt afterwards; they are
-written anew with every fact."""
+Keep PLACE between calls, so that the next call can continue. Each call writes results.json, report.txt and logs.txt to OUT, again with every
+result."""
 
 import argparse
 import glob
@@ -216,7 +216,7 @@ def options():
     parser.add_argument("--patience", type=float, default=1)
     asked = parser.parse_args()
     if asked.do == "run" and asked.out is None:
-        parser.error("where to?")
+        parser.error("run: name the folder OUT for the results")
     asked.disk = asked.disk or os.path.join(asked.place, "disk")
     return asked
 

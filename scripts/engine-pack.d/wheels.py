@@ -70,7 +70,7 @@ def download(place):
     found = {requirement: wheel_of(requirement, place) for requirement in wanted}
     lost = [requirement for requirement, wheel in found.items() if wheel is None]
     if lost:
-        raise SystemExit(f"no wheel of {', '.join(lost)} in {place}")
+        raise SystemExit(f"{place} has no wheel of {', '.join(lost)}: fetch it from the package index, or put it there")
     return list(found.values())
 
 
@@ -100,7 +100,7 @@ def unpack(wheels, target):
                 name = re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", info.filename)
                 path = os.path.normpath(os.path.join(target, name))
                 if not path.startswith(os.path.abspath(target) + os.sep):
-                    raise SystemExit(f"{wheel}: {info.filename} lies outside")
+                    raise SystemExit(f"{wheel}: the path of the file {info.filename} is outside the target directory, so the wheel was not unpacked")
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with archive.open(info) as source, open(path, "wb") as file:
                     while block := source.read(1 << 20):

@@ -31,13 +31,13 @@ FOLDERS = {}
 
 
 class Skipped(Exception):
-    """Something that a check needs is not here."""
+    """A check cannot run, because a program or a package is missing."""
 
 
 def python_of(engine):
     python = os.path.join(PLACE, FOLDERS.get(engine, engine), "bin", "python")
     if not os.path.exists(python):
-        raise Skipped(f"no environment: scripts/engines setup {engine}")
+        raise Skipped(f"there is no environment of {engine}: run scripts/engines setup {engine}")
     return python
 
 
@@ -70,7 +70,7 @@ class Server:
     def program_of(engine):
         program = os.environ.get("KVARTS_PROGRAM") or os.path.join(PLACE, FOLDERS.get(engine, engine), "bin", "kvarts")
         if not os.path.exists(program):
-            raise Skipped("no kvarts program: scripts/wheel, then setup, or name KVARTS_PROGRAM")
+            raise Skipped("there is no program kvarts: run scripts/wheel and scripts/engines setup again, or set KVARTS_PROGRAM")
         return os.path.abspath(program)
 
     def start(self):
@@ -85,7 +85,7 @@ class Server:
                 return
             except OSError:
                 if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"kvarts serve did not start: {self.place}/log") from None
+                    raise RuntimeError(f"kvarts serve did not start: see {self.place}/log") from None
                 time.sleep(0.1)
 
     def metric(self, name):
@@ -125,7 +125,7 @@ class Server:
                     segment.flush()
                     os.fsync(segment.fileno())
                     return
-        raise RuntimeError("no tensors on disk")
+        raise RuntimeError("the check found no page on disk that looks like tensors, so it could flip no bit")
 
     def fsck(self):
         return subprocess.run([self.program, "fsck", self.directory], capture_output=True, text=True, check=False)
@@ -213,7 +213,7 @@ class Process:
         self.send(do="end")
         self.process.stdin.close()
         if self.process.wait(PATIENCE) != 0:
-            raise self.failed("did not end well")
+            raise self.failed("ended with an error")
 
 
 #: Nats by which two log-probabilities may differ if all that differs is the order in which they were rounded.

@@ -39,7 +39,7 @@ class Models:
         self.python = python_of("vllm")
         self.program = os.environ.get("KVARTS_PROGRAM") or os.path.join(PLACE, "vllm", "bin", "kvarts")
         if not os.path.exists(self.program):
-            raise Skipped("no kvarts program: scripts/wheel, then setup, or name KVARTS_PROGRAM")
+            raise Skipped("there is no program kvarts: run scripts/wheel and scripts/engines setup again, or set KVARTS_PROGRAM")
 
     def versions(self):
         return "models"
@@ -53,7 +53,7 @@ class Models:
         # Construction of a large model takes long on a loaded machine.
         found = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=4 * PATIENCE, check=False)
         if not found.stdout:
-            raise RuntimeError(f"vllm_geometry.py said nothing: {found.stderr[-2000:]}")
+            raise RuntimeError(f"vllm_geometry.py printed no result: {found.stderr[-2000:]}")
         return [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
 
     def kvarts(self, *arguments, text=None):

@@ -44,7 +44,7 @@ def slow(process, directory, bytes_per_second):
     except OSError as error:
         with contextlib.suppress(OSError):
             os.rmdir(group)
-        raise Skipped(f"reads cannot be bounded here: {error}") from None
+        raise Skipped(f"the rate of reads from the disk cannot be limited on this machine: {error}") from None
 
     def move(to):
         for task in os.listdir(f"/proc/{process.pid}/task"):

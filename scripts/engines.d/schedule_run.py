@@ -1,4 +1,4 @@
-"""Records what vLLM's scheduler decides, step by step, and how long each step takes. Run by scripts/sim-record.
+"""Records the decisions of vLLM's scheduler step by step, with the time of each step. Run by scripts/sim-record.
 
   schedule_run.py {"model": DIRECTORY, "workload": NAME, "repeats": N, "socket": PATH}
 
@@ -65,7 +65,7 @@ of = WORKLOADS[name]
 disk = {}
 if of.get("disk"):
     if socket is None:
-        raise SystemExit(f"{name}: which server? SOCKET is needed")
+        raise SystemExit(f"{name}: a workload with a disk needs the socket of a server: give SOCKET")
     disk["kv_transfer_config"] = {
         "kv_connector": "KvartsLayers",
         "kv_connector_module_path": "kvarts.vllm_layers",
@@ -130,7 +130,7 @@ if disk:
         waits = scheduler.connector._side._is_ready()
         while (answer := look_up(request, computed))[0] is None and waits:
             if time.monotonic() > deadline:
-                raise SystemExit(f"{name}: a look-up was not answered")
+                raise SystemExit(f"{name}: the server did not answer a look-up")
             time.sleep(0.0001)
         read[request.request_id] = answer[0] or 0
         return answer
@@ -150,7 +150,7 @@ def settle():
         finder.take_answers()
         time.sleep(0.0001)
         if time.monotonic() > deadline:
-            raise SystemExit(f"{name}: what was saved was not acknowledged")
+            raise SystemExit(f"{name}: the server did not acknowledge saved blocks")
 
 
 def forget():
@@ -213,7 +213,7 @@ def run(turn):
             ask(f"{len(asked)}-{turn}", prompt, tokens, f"turn {turn}")
             asked.append({"step": at, "at_ms": comes if "gap" in of else now, "prompt": prompt})
         if not engine.has_unfinished_requests():
-            raise SystemExit(f"{name}: the engine has nothing to do before step {at}")
+            raise SystemExit(f"{name}: the engine has no work left before step {at}, at which a request arrives: correct the workload")
         outputs = engine.step()
         steps.append(1000 * (time.perf_counter() - began))
         now += steps[-1]
@@ -224,7 +224,7 @@ def run(turn):
             one.setdefault("first_token_ms", now)
         settle()
     if len(recorded) != len(steps):
-        raise SystemExit(f"{name}: {len(steps)} steps, {len(recorded)} of them scheduled")
+        raise SystemExit(f"{name}: the engine ran {len(steps)} steps, but {len(recorded)} were recorded")
     return {"steps": steps, "asked": asked, "decided": [list(one) for one in recorded], "end_ms": now}
 
 
@@ -238,7 +238,7 @@ def middle():
         return sorted(runs, key=ttft)[(len(runs) - 1) // 2]
     for other in runs[1:]:
         if other["decided"] != runs[0]["decided"]:
-            raise SystemExit(f"{name}: two turns decided differently")
+            raise SystemExit(f"{name}: the scheduler decided differently in two turns, so their times cannot be combined")
     times = [statistics.median(one) for one in zip(*(one["steps"] for one in runs))]
     starts = [sum(times[:at]) for at in range(len(times) + 1)]
     asked = [dict(one, at_ms=starts[one["step"]], first_token_ms=starts[one["first"] + 1]) for one in runs[0]["asked"]]
@@ -279,7 +279,7 @@ def lines(one, turns):
 
 def tell(one, turns):
     if disk and not any(from_disk for *_, found in one["decided"] for *_, from_disk in found):
-        raise SystemExit(f"{name}: nothing was read from disk: this says nothing of it")
+        raise SystemExit(f"{name}: no block was read from disk, so the recording does not measure the disk")
     return "".join(json.dumps(line) + "\n" for line in lines(one, turns))
 
 

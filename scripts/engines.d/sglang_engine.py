@@ -130,7 +130,7 @@ if __name__ == "__main__":
                 wanted = [(at, key) for at, (key, here) in enumerate(zip(keys, there)) if here]
                 places = [numpy.zeros(pages.block_bytes(0), dtype=numpy.uint8) for _ in wanted]
                 if wanted and not (done := pages.get([key for _, key in wanted], places, rank=rank)).ok:
-                    raise SystemExit(f"a page that is there cannot be read: {done.reasons}")
+                    raise SystemExit(f"a stored page cannot be read: {done.reasons}")
                 for (at, _), content in zip(wanted, places):
                     values = (content.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32)
                     numbers = [float(one) for one in values[:: max(1, len(values) // 64)]]

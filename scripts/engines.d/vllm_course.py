@@ -138,12 +138,12 @@ def settle():
     deadline = time.monotonic() + PATIENCE
     while engine.has_unfinished_requests() or scheduler.connector.has_pending_push_work():
         if time.monotonic() > deadline:
-            raise SystemExit("never idle")
+            raise SystemExit("the engine did not become idle in time")
         step()
     side = scheduler.connector._side
     left = [side._known, side._stagings, side._landing, side._saves]
     if any(left):
-        raise SystemExit(f"kept for ever: {left}")
+        raise SystemExit(f"the connector never releases these requests: {left}")
     return {"ended": take(), "seen": seen, "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks()}
 
 
@@ -176,7 +176,7 @@ def blocks():
                     continue
                 done = pages.get([key for _, key in wanted], places, group=group.number, rank=rank)
                 if not done.ok:
-                    raise SystemExit(f"a block that is there cannot be read: {done.reasons}")
+                    raise SystemExit(f"a stored block cannot be read: {done.reasons}")
                 for (at, _), content in zip(wanted, places):
                     values = (content.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32)
                     name = f"{text} {at} {group.number} {rank}"

@@ -43,4 +43,4 @@ if __name__ == "__main__":
     [folder, into] = sys.argv[1:]
     [wheel] = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".whl")]
     if lacking := unpack(wheel, into):
-        sys.exit(f"{os.path.basename(wheel)} has no {' and '.join(sorted(lacking))}")
+        sys.exit(f"the wheel {os.path.basename(wheel)} does not contain {' and '.join(sorted(lacking))}")

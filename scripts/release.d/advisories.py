@@ -90,10 +90,10 @@ def main(database):
                 found += 1
                 print(f"FOUND: {head['id']} {head['package']} {version} ({head.get('informational', 'vulnerability')}), {head['date']}")
     if seen < 500:
-        sys.exit(f"{database}: {seen} advisories are no database")
+        sys.exit(f"{database}: the folder has only {seen} advisories, so it is not a copy of the advisory database")
     stale = sorted(set(ignored) - met)
     for name in stale:
-        print(f"STALE: {name} is ignored in deny.toml, and no crate of Cargo.lock meets it")
+        print(f"STALE: deny.toml ignores {name}, which no crate of Cargo.lock matches: remove the entry")
     print(f"{len(locked)} crates, {seen} advisories: {found} found, {len(met & set(ignored))} ignored, {len(stale)} stale")
     return 1 if found or stale else 0
 

@@ -69,7 +69,7 @@ def main(target):
         digests = {(one["name"], one["version"]): one.get("checksum") for one in tomllib.load(lock)["package"]}
     missing = [name for name, package in packages.items() if package["source"] and not digests.get((package["name"], package["version"]))]
     if missing:
-        sys.exit(f"without a digest in Cargo.lock: {missing}")
+        sys.exit(f"these crates have no digest in Cargo.lock: {missing}")
     program = next(one for one in packages.values() if one["name"] == "kvarts")
     components = sorted((component(one, digests) for one in packages.values() if one is not program), key=lambda one: one["bom-ref"])
     graph = [
