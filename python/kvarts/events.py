@@ -119,7 +119,7 @@ class Ledger:
             self._doubted.update(dict.fromkeys(keys))
 
     def cleared(self):
-        """Takes notice that routers have dropped all reported blocks."""
+        """Records that routers have dropped all reported blocks."""
         with self._lock:
             self._told.clear()
             self._here.intersection_update(self._known)
@@ -169,7 +169,7 @@ class Ledger:
                     self._place(key, False)
 
     def emptied(self):
-        """Takes notice that the server removed every block."""
+        """Records that the server removed every block."""
         with self._lock:
             for block in self._known.values():
                 block.columns, block.rest, block.emptied = None, None, self._time
@@ -177,7 +177,7 @@ class Ledger:
             self._here.clear()
 
     def lost(self):
-        """Takes notice of lost events: every block is looked up again."""
+        """Records lost events: every block is looked up again."""
         with self._lock:
             self._time += 1
             for block in self._known.values():

@@ -72,7 +72,7 @@ class Silence:
         self._parts[part] = nbytes
 
     def heard(self, part, good, reasons):
-        """Takes notice of the answer to a part. An answer that this process made itself at the deadline does not count as a sign of the server."""
+        """Records the answer to a part. An answer that this process made itself at the deadline does not count as a sign of the server."""
         known = self._parts.pop(part, None) is not None
         if known and (good or any(not isinstance(error, (kvarts.Retry, kvarts.Deadline)) for error, _ in reasons.values())):
             self._heard_at = time.monotonic()
@@ -122,7 +122,7 @@ class Link:
         return time.monotonic() < max(self._away_until, self._puts_until)
 
     def failed(self, error):
-        """Takes notice of an error of a look-up or a load. Only an error of a server that does not answer sets `away`."""
+        """Records an error of a look-up or a load. Only an error of a server that does not answer sets `away`."""
         if not of_server(error):
             return
         if not self._was_away:
@@ -131,7 +131,7 @@ class Link:
         self._away_until = time.monotonic() + self.pause
 
     def put_failed(self, error):
-        """Takes notice of an error of a put. Only an error of a server that does not answer suspends puts."""
+        """Records an error of a put. Only an error of a server that does not answer suspends puts."""
         if not of_server(error):
             return
         if time.monotonic() >= self._puts_until + self.pause:
@@ -139,13 +139,13 @@ class Link:
         self._puts_until = time.monotonic() + self.pause
 
     def answered(self):
-        """Takes notice of an answer."""
+        """Records an answer."""
         if self._was_away:
             logger.warning("kvarts: the server can be reached again")
         self._was_away = False
 
     def learn(self, good, reasons, put=False):
-        """Takes notice of the result of a batch. `good`: whether any key succeeded; `reasons`: `Completion.reasons`. A partial success counts as an
+        """Records the result of a batch. `good`: whether any key succeeded; `reasons`: `Completion.reasons`. A partial success counts as an
         answer of the server, even if other blocks arrived too late, for example from a slow bucket."""
         if good or not reasons:
             self.answered()

@@ -13,12 +13,12 @@ class Pace:
         self._rate, self._until, self._wait = 0.0, 0.0, _FIRST
 
     def was_slow(self, nbytes, seconds, now):
-        """Takes notice that only `nbytes` of a stage arrived in `seconds`, before the stage was cut short."""
+        """Records that only `nbytes` of a stage arrived in `seconds`, before the stage was cut short."""
         self._rate, self._until = nbytes / max(seconds, 1e-6), now + self._wait
         self._wait = min(2 * self._wait, _MOST)
 
     def was_good(self):
-        """Takes notice that all of a stage arrived, in less time than computing would have taken."""
+        """Records that all of a stage arrived, in less time than computing would have taken."""
         self._until, self._wait = 0.0, _FIRST
 
     def pays(self, nbytes, milliseconds, now):

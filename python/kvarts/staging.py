@@ -125,7 +125,7 @@ class Staging:
         return self.answered is not None and time.monotonic() > self.answered + FRESH
 
     def answer(self):
-        """Takes notice that a request is answered with this staging."""
+        """Records that a request is answered with this staging."""
         self.answered = self.answered or time.monotonic()
 
     def reasons(self):

@@ -49,7 +49,7 @@ class Steps:
     # Of the scheduler's thread.
 
     def begin(self, counts, cached, left, waits=False):
-        """Takes notice of a new step. `counts`: name of a request -> its tokens in the step; `cached(name)`: tokens that were computed before the step;
+        """Records a new step. `counts`: name of a request -> its tokens in the step; `cached(name)`: tokens that were computed before the step;
         `left(name)`: the prompt's tokens behind these. `waits`: whether the step waits for a load."""
         own = {}
         for name, count in counts.items():
@@ -71,7 +71,7 @@ class Steps:
             self._prompts.clear()
 
     def end(self):
-        """Takes notice that the oldest step has run."""
+        """Records that the oldest step has run."""
         if not self._made:
             return
         (began, own), now = self._made.popleft(), time.monotonic()
@@ -85,7 +85,7 @@ class Steps:
                     self.add(prompt.cached, prompt.left, prompt.ms)
 
     def forget(self, name):
-        """Takes notice that a request has ended. A request with one token ends before the end of its step is reported; its prompt is still measured."""
+        """Records that a request has ended. A request with one token ends before the end of its step is reported; its prompt is still measured."""
         prompt = self._prompts.get(name)
         if prompt is not None and prompt.made < prompt.left:
             del self._prompts[name]

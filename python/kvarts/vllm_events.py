@@ -58,19 +58,19 @@ class Announcer:
         self._follower = Follower(self._ledger, lambda: settings.asking(naming), columns, settings.pause)
 
     def offered(self, request, first, last):
-        """Takes notice of a put of these blocks that begins; returns the argument for `saved`."""
+        """Records a put of these blocks that begins; returns the argument for `saved`."""
         keys = self._keys(request, first, last)
         self._ledger.describe(zip(keys, self._described(request, first, last)))
         return self._ledger.ask(), keys
 
     def saved(self, offered, stored):
-        """Takes notice that the put has stored this number of leading blocks."""
+        """Records that the put has stored this number of leading blocks."""
         asked, keys = offered
         self._ledger.answer(asked, keys[:stored], [True] * stored)
         self._ledger.doubt(keys[stored:])
 
     def found(self, request, blocks):
-        """Takes notice that a look-up has found this number of leading blocks, on any node."""
+        """Records that a look-up has found this number of leading blocks, on any node."""
         keys = self._keys(request, 0, blocks)
         if lacking := self._ledger.lacks(keys):
             begin = 0
@@ -83,7 +83,7 @@ class Announcer:
             self._ledger.doubt([keys[at] for at in lacking])
 
     def look(self, manager):
-        """Takes notice of events that vLLM itself is about to publish."""
+        """Records events that vLLM itself is about to publish."""
         queue = getattr(manager.block_pool, "kv_event_queue", ())
         if any(isinstance(event, AllBlocksCleared) for event in queue):
             self._ledger.cleared()

@@ -80,7 +80,7 @@ def _heads_of(config, split, ranks):
     if any(kind.is_state for kind in split):
         return None, "the model's states are kept by ranks, and not by heads"
     if not heads:
-        return None, "vLLM does not say how many heads the model has"
+        return None, "vLLM does not report how many heads the model has"
     share = max(1, heads // ranks)
     for spec in [spec for kind in split for spec in kind.specs]:
         packed = [name for name in ("num_head_slots", "state_content_bytes") if getattr(spec, name, None) is not None]

@@ -177,7 +177,7 @@ class Finder:
         return 0
 
     def allocated(self, request, blocks, external):
-        """Takes notice that vLLM has scheduled a request with `external` staged tokens."""
+        """Records that vLLM has scheduled a request with `external` staged tokens."""
         name, size = request.request_id, self.plan.block_tokens
         is_new = name not in self._computing
         self._computing[name] = request
@@ -282,7 +282,7 @@ class Finder:
         return step
 
     def ran(self):
-        """Takes notice that the oldest step has run."""
+        """Records that the oldest step has run."""
         self.settings.steps.end()
 
     def _save_all(self, step, output):
@@ -484,7 +484,7 @@ class Finder:
         return vllm_handover.offered(request, self.plan, self._desk.namespace, blocks)
 
     def finished(self, request, blocks):
-        """Takes notice of the end of a request; returns whether vLLM must keep its slots until the workers have copied them."""
+        """Records the end of a request; returns whether vLLM must keep its slots until the workers have copied them."""
         name = request.request_id
         self._nothing(name)
         self._unasked.pop(name, None)

@@ -2,7 +2,7 @@
 
 
 def measure(steps, requests, counts, waits=False):
-    """Takes notice of a new step. `requests`: name -> scheduled request; `counts`: name -> tokens in the step; `waits`: whether the step waits for a
+    """Records a new step. `requests`: name -> scheduled request; `counts`: name -> tokens in the step; `waits`: whether the step waits for a
     load."""
     computed = {name: request.num_computed_tokens for name in counts if (request := requests.get(name)) is not None}
     left = lambda name: requests[name].num_prompt_tokens - computed[name] if name in computed else 0  # noqa: E731
@@ -19,11 +19,11 @@ class Watch:
         self._requests[request.request_id] = request
 
     def begin(self, counts):
-        """Takes notice of a new step. Loads of this connector delay requests, and never a step."""
+        """Records a new step. Loads of this connector delay requests, and never a step."""
         measure(self._steps, self._requests, counts)
 
     def end(self):
-        """Takes notice that the oldest step has run."""
+        """Records that the oldest step has run."""
         self._steps.end()
 
     def over(self, request):

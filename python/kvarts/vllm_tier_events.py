@@ -42,7 +42,7 @@ class Announcer:
         self._more = {name: value for name, value in _MORE.items() if name in fields}
 
     def storing(self, chunks):
-        """Takes notice of a put of these chunks that begins; returns the argument for `stored`."""
+        """Records a put of these chunks that begins; returns the argument for `stored`."""
         self._describe(chunks)
         return self._ledger.ask()
 

@@ -43,7 +43,7 @@ class Requests:
         return _PLAIN if request is None else request.terms
 
     def storing(self, context, keys):
-        """Takes notice of a store that begins; returns the argument for `stored`."""
+        """Records a store that begins; returns the argument for `stored`."""
         request = self._known.get(context.req_id)
         if request is not None:
             request.storing += 1
@@ -56,7 +56,7 @@ class Requests:
             self._hold_stored(request)
 
     def end(self, context, asked):
-        """Takes notice of the end of a request. `asked`: the chunks that it looked up."""
+        """Records the end of a request. `asked`: the chunks that it looked up."""
         request = self._known.pop(context.req_id, None)
         if request is None:
             return
@@ -92,7 +92,7 @@ class Held:
         self._told.extend(told)
 
     def failed(self, keys, error):
-        """Takes notice that no chunk could be pinned."""
+        """Records that no chunk could be pinned."""
         if not isinstance(error, kvarts.Error):
             logger.error("kvarts: %d chunks could not be pinned because of a defect in Kvarts; report it: %s", len(keys), error)
         self._told.append((0, len(keys), reason_of(error)))

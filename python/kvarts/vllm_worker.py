@@ -46,7 +46,7 @@ class Mover:
         self._savings = [self._dock.save(save.number, save.stretches, save.slots) for save in step.saves]
 
     def take(self):
-        """Takes notice of landings and saves that have ended."""
+        """Records landings and saves that have ended."""
         for one in [one for one in self._going if one.is_done()]:
             self._going.remove(one)
             self._done[one.number] = 1

@@ -194,7 +194,7 @@ class Heads(unittest.TestCase):
             ("'2' is not valid", 1, "2", {}),
             ("0 is not valid", 1, 0, {}),
             ("states are kept by ranks", 1, 2, states),
-            ("does not say how many heads", 1, 2, {"all_heads": None}),
+            ("does not report how many heads", 1, 2, {"all_heads": None}),
             ("8 heads on a rank, where 4 of 4", 1, 2, {"all_heads": 4, "heads": 8}),
         ):
             with self.subTest(what), self.assertRaisesRegex(ValueError, f"head_ranges: .*{what}"):

@@ -130,7 +130,7 @@ class Secure(test_route.Proxied):
             return done.returncode, done.stdout + done.stderr
 
         for arguments, code, told in [
-            (("--engine", "http://x", "--key", KEY), 2, "belong together"),
+            (("--engine", "http://x", "--key", KEY), 2, "must be given together"),
             (("--engine", "http://x", "--engine-ca", AUTHORITY), 2, "no engine has an https:// address"),
             (("--engine", "https://x", "--engine-ca", KEY), 1, "--engine-ca"),
             (("--engine", "http://x", "--certificate", KEY, "--key", KEY), 1, "--certificate"),
