@@ -160,7 +160,7 @@ def reached(nodes):
     """Waits until all nodes reach each other."""
     deadline = time.monotonic() + 60
     while any(node.metric(r'kvarts_cluster_nodes\{state="reachable"\}') < len(nodes) - 1 for node in nodes):
-        expect(time.monotonic() < deadline, "the nodes do not reach each other")
+        expect(time.monotonic() < deadline, "the nodes did not reach each other in time")
         time.sleep(0.05)
 
 
@@ -270,7 +270,7 @@ class Course:
     def judge(ended, right, said, where):
         for text, found in ended:
             said.append(compare(right[text], found))
-            expect(said[-1] != "different", f"{where}: text {text} says {found['tokens']}, without a cache {right[text]['tokens']}")
+            expect(said[-1] != "different", f"{where}: the output of text {text} is {found['tokens']}, but {right[text]['tokens']} without a cache")
 
     @staticmethod
     def compare(stored, found):
@@ -279,7 +279,7 @@ class Course:
             other, *others = found[name]
             if digest != other:
                 far = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(numbers, others))
-                expect(far < 0.1, f"block {name} is not that of a run without faults: {far}")
+                expect(far < 0.1, f"block {name} differs from that of a run without faults: {far}")
 
 
 def full_of(prompts, block):

@@ -31,7 +31,7 @@ class CacheServer:
             self.process = subprocess.Popen(command, env=quiet, stdout=log, stderr=log)
         deadline = time.monotonic() + PATIENCE
         while not self.answers(page):
-            expect(self.process.poll() is None and time.monotonic() < deadline, f"it did not start: {PLACE}/lmcache-server.log")
+            expect(self.process.poll() is None and time.monotonic() < deadline, f"LMCache's server did not start: see {PLACE}/lmcache-server.log")
             time.sleep(0.2)
 
     @staticmethod
@@ -89,7 +89,7 @@ class Lmcache:
         """LMCache's adapter in other processes: after SIGKILL of the server, of another revision, and with a server that stands still."""
         server = Server("lmcache", "lmcache-restart")
         try:
-            expect(self.adapter(server, "store")["stored"] == 16, "not stored")
+            expect(self.adapter(server, "store")["stored"] == 16, "not all objects were stored")
             server.kill()
             server.start()
             again = self.adapter(server, "load")
@@ -99,8 +99,8 @@ class Lmcache:
             server.process.send_signal(signal.SIGSTOP)
             still = self.adapter(server, "load")
             server.process.send_signal(signal.SIGCONT)
-            expect((still["found"], still["right"], still["wrong"]) == (0, 0, 0), f"a server that stands still: {still}")
-            expect(still["seconds"] < 2 * DEADLINE + 3, f"it took {still['seconds']:.1f} s")
+            expect((still["found"], still["right"], still["wrong"]) == (0, 0, 0), f"results with a stopped server: {still}")
+            expect(still["seconds"] < 2 * DEADLINE + 3, f"the calls to a stopped server took {still['seconds']:.1f} s")
         finally:
             server.stop()
         return f"after SIGKILL 16 of 16 right, another revision 0 found, server stopped: misses after {still['seconds']:.1f} s"
@@ -118,7 +118,7 @@ class Lmcache:
                     connector = {"class": "LMCacheMPConnector", "lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": cache.port}
                     engine = Engine(f"lmcache-{turn}", model, connector, self.python)
                     found, _, _ = engine.generate(PROMPTS["prompts"])
-                    expect(found == right, f"other tokens than without a cache, {turn} engine")
+                    expect(found == right, f"the output differs from the output without a cache, {turn} engine")
                     tokens = engine.cached("external_unspecified")
                     adopted = server.metric(r'kvarts_clients\{mode="adopted"\}')
                     if turn == "first":
@@ -129,7 +129,7 @@ class Lmcache:
         finally:
             server.stop()
         expect(tokens == full, f"{tokens:.0f} of {full} prompt tokens came from LMCache")
-        expect(adopted > 0, "LMCache's memory is not adopted")
+        expect(adopted > 0, "the server does not write into LMCache's memory directly")
         return f"a second engine and a second cache server: {tokens:.0f} of {full} prompt tokens, the same output; memory adopted"
 
     def wait_until_stored(self, server, blocks):

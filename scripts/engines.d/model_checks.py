@@ -74,9 +74,9 @@ class Models:
                 not_built.append(f"{name} ({answer['error'][:100]})")
                 continue
             here, there = self.kept(paths[name], ours), kept_there(answer["layers"])
-            expect(here == there, f"{name} in {theirs}: kvarts says {here}, vLLM {there}")
+            expect(here == there, f"{name} in {theirs}: kvarts computes {here}, and vLLM {there}")
             same.append(name if theirs == "auto" else f"{name} in {theirs}")
-        expect(same, f"vLLM built none: {not_built}")
+        expect(same, f"vLLM could not build any of the models: {not_built}")
         return f"the same: {', '.join(same)}; not built by this vLLM: {', '.join(not_built) or 'none'}"
 
     def kept(self, path, dtype):
@@ -114,7 +114,7 @@ class Models:
             with open(PAGE, "w", encoding="utf-8") as file:
                 file.write(wanted)
         else:
-            expect(page == wanted, "docs/models.md has another table: KVARTS_BLESS=1 writes this one")
+            expect(page == wanted, "the table in docs/models.md is out of date: run the check with KVARTS_BLESS=1 to write it")
         return f"{len(known)} known, {len(unknown)} unknown: {', '.join(unknown)}"
 
 

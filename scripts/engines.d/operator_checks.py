@@ -66,11 +66,11 @@ class Operator(Layers):
     def found_again(self, engine, server):
         """The prompts, stored and found again."""
         found, _, _ = engine.generate(PROMPTS["prompts"])
-        expect(found == self.right["prompts"], "other tokens with an empty cache")
+        expect(found == self.right["prompts"], "the output with an empty cache differs from the output without a cache")
         self.wait_until_saved(engine, self.full() // BLOCK)
         engine.reset()
         found, disk, _ = engine.generate(PROMPTS["prompts"])
-        expect(found == self.right["prompts"], "other tokens than without a cache")
+        expect(found == self.right["prompts"], "the output differs from the output without a cache")
         expect(disk == self.full(), f"{disk:.0f} of {self.full()} prompt tokens came from disk")
         return f"{disk:.0f} of {self.full()} prompt tokens from disk, the same output"
 
@@ -103,7 +103,7 @@ class Operator(Layers):
             def asked(prompts, **terms):
                 before = engine.from_disk()
                 found = engine.ask(do="generate", prompts=prompts, tokens=8, transfer=[terms] * len(prompts))["tokens"]
-                expect(found == [self.right["more"][PROMPTS["more"].index(prompt)] for prompt in prompts], f"other tokens with {terms}")
+                expect(found == [self.right["more"][PROMPTS["more"].index(prompt)] for prompt in prompts], f"the output with {terms} differs from the output without a cache")
                 return engine.from_disk() - before
 
             skipped, short, pinned, wrong = ([prompt] for prompt in PROMPTS["more"][:4])
@@ -115,7 +115,7 @@ class Operator(Layers):
             self.wait_until_saved(engine, 3 * full // BLOCK)
             deadline = time.monotonic() + PATIENCE
             while engine.counters().get("vllm:kvarts_pinned_blocks", 0) < full // BLOCK or server.metric("kvarts_engine_blocks_expired_total") < full // BLOCK:
-                expect(time.monotonic() < deadline, f"not held, or not expired: {engine.counters()}")
+                expect(time.monotonic() < deadline, f"blocks were not pinned, or did not expire: {engine.counters()}")
                 engine.generate([[1, 2, 3]], tokens=2)
             command = [server.program, "pin", "--list", "--server", server.socket, "--json"]
             pins = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["pins"]
@@ -123,16 +123,16 @@ class Operator(Layers):
             expect(held == [full // BLOCK], f"{pins}")
             engine.reset()
             disk = [asked(prompts, skip_save=True) for prompts in (skipped, short, pinned, wrong)]
-            expect(disk == [0, 0, full, full], f"from disk: {disk}")
+            expect(disk == [0, 0, full, full], f"prompt tokens from disk, by request: {disk}")
             counts = {name.removeprefix(self.FAILED): count for name, count in engine.counters().items() if name.startswith(self.FAILED)}
             expect(counts.get("expired", 0) >= full // BLOCK and counts.get("never_stored", 0) >= full // BLOCK, f"{counts}")
             with open(engine.log, encoding="utf-8", errors="replace") as log:
                 told = [line for line in log if "kv_transfer_params" in line]
-            expect([name for name in ("ttl", "pin", "priority") if not any(f": {name}:" in line for line in told)] == [], f"not told: {told}")
+            expect([name for name in ("ttl", "pin", "priority") if not any(f": {name}:" in line for line in told)] == [], f"the log does not name all invalid values: {told}")
             engine.end()
         finally:
             server.stop()
-        return f"{full} tokens of a prompt: not stored with `skip_save`, expired with `ttl`, held as {held[0]} blocks with `pin`; three wrong values told, the same output"
+        return f"{full} tokens of a prompt: not stored with `skip_save`, expired with `ttl`, held as {held[0]} blocks with `pin`; three invalid values logged, the same output"
 
     #: Bytes a second of a disk that is slower than computing; and how often the same is asked of it.
     SLOW, TURNS = 2 << 20, 5
@@ -151,7 +151,7 @@ class Operator(Layers):
             def asked():
                 deadline = time.monotonic() + PATIENCE
                 while not engine.ask(do="reset", host=True)["reset"]:
-                    expect(time.monotonic() < deadline, "blocks are kept")
+                    expect(time.monotonic() < deadline, "the engine keeps blocks of ended requests")
                     time.sleep(0.2)
                 [tokens], disk, seconds = engine.generate([prompt], tokens=1)
                 return tokens, disk, seconds
@@ -164,12 +164,12 @@ class Operator(Layers):
             full = full_of([prompt], BLOCK)
             self.wait_until_saved(engine, saved + full // BLOCK)
             found, disk, fast = asked()
-            expect(found == right, "other tokens than without a cache")
+            expect(found == right, "the output differs from the output without a cache")
             turns = []
             with slow(server.process, server.directory, self.SLOW):
                 for _ in range(self.TURNS):
                     found, loaded, seconds = asked()
-                    expect(found == right, "other tokens than without a cache")
+                    expect(found == right, "the output differs from the output without a cache")
                     turns.append((loaded, seconds))
             counts = self.failures_of(engine)
             engine.end()
@@ -178,12 +178,12 @@ class Operator(Layers):
             server.stop()
         told = ", ".join(f"{seconds:.1f} s ({loaded:.0f} tokens)" for loaded, seconds in turns)
         note = f"computed in {computed:.1f} s; from a disk of 2 MiB/s, in turns: {told}; without plans {blind:.1f} s; with the whole disk {fast:.1f} s ({disk:.0f} of {full} tokens); {counts}"
-        expect(disk == full, f"not all of it is stored: {note}")
+        expect(disk == full, f"a part of the prefix is not stored: {note}")
         # A look-up, a stage that is cut short when it has cost as much as computing would have, and then computing.
         most = DEADLINE + 2 * computed + 1
-        expect(all(seconds < most for _, seconds in turns), f"slower than computing twice: {note}")
-        expect(sorted(turns, key=lambda turn: turn[1])[self.TURNS // 2][1] < 1.5 * computed + 1, f"mostly slower than computing: {note}")
-        expect(blind > most, f"this tried nothing: {note}")
+        expect(all(seconds < most for _, seconds in turns), f"a turn took longer than computing the prompt twice: {note}")
+        expect(sorted(turns, key=lambda turn: turn[1])[self.TURNS // 2][1] < 1.5 * computed + 1, f"most turns took longer than computing: {note}")
+        expect(blind > most, f"the disk was not slow enough to test anything: {note}")
         return note
 
     @staticmethod
@@ -191,7 +191,7 @@ class Operator(Layers):
         """Until nothing is on its way to the store; how many blocks were saved by then."""
         saved, before, deadline = 0, None, time.monotonic() + PATIENCE
         while saved != before:
-            expect(time.monotonic() < deadline, f"{saved:.0f} blocks saved, and no end")
+            expect(time.monotonic() < deadline, f"{saved:.0f} blocks saved, and the saves did not end in time")
             before = saved
             time.sleep(2)
             # vLLM shows counts of a step with the next one.
@@ -208,7 +208,7 @@ class Operator(Layers):
         engine.generate([[1, 2, 3]], tokens=2)
         with slow(server.process, server.directory, self.SLOW):
             [tokens], _, seconds = engine.generate([prompt], tokens=1)
-        expect(tokens == right, "other tokens than without a cache")
+        expect(tokens == right, "the output differs from the output without a cache")
         engine.end()
         return seconds
 
@@ -229,7 +229,7 @@ class Tier(Vllm):
             def asked(prompts, **terms):
                 before = engine.from_disk()
                 found = engine.ask(do="generate", prompts=prompts, tokens=8, transfer=[terms] * len(prompts))["tokens"]
-                expect(found == [self.right["more"][PROMPTS["more"].index(prompt)] for prompt in prompts], f"other tokens with {terms}")
+                expect(found == [self.right["more"][PROMPTS["more"].index(prompt)] for prompt in prompts], f"the output with {terms} differs from the output without a cache")
                 return engine.from_disk() - before
 
             def until(what, is_so):
@@ -252,9 +252,9 @@ class Tier(Vllm):
             expect(held == [full // BLOCK], f"{pins}")
             engine.reset()
             disk = [asked(prompts, skip_save=True) for prompts in (skipped, short, pinned, plain)]
-            expect(disk == [0, 0, full, full], f"from disk: {disk}")
+            expect(disk == [0, 0, full, full], f"prompt tokens from disk, by request: {disk}")
             with open(engine.log, encoding="utf-8", errors="replace") as log:
-                expect(any("session: the field has no effect" in line for line in log), "not told that no sessions exist")
+                expect(any("session: the field has no effect" in line for line in log), "the log does not say that sessions have no effect")
             measured = self.measured(engine)
             engine.end()
         finally:
@@ -267,5 +267,5 @@ class Tier(Vllm):
         for at in range(17):
             engine.generate(prompts_of(1, 100 + at, tokens=100 + 45 * at), tokens=1)
         ms = engine.ask(do="measured")["ms"]
-        expect(ms is not None and 0 < ms < 60_000, f"measured: {ms}")
-        return f"its steps say {ms:.0f} ms for 1,000 tokens"
+        expect(ms is not None and 0 < ms < 60_000, f"the measured time of 1,000 tokens is not plausible: {ms} ms")
+        return f"{ms:.0f} ms for 1,000 tokens by the measured steps"

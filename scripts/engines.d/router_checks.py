@@ -42,9 +42,9 @@ class Routers(Vllm):
         said = []
         for which in ("prompts", "more", "churned"):
             found, _, _ = self.engine.generate(PROMPTS[which])
-            expect(found == right[which], f"other tokens than without a cache: {which}")
+            expect(found == right[which], f"the output differs from the output without a cache: {which}")
             said.append(self.until_equal(which))
-        expect(said[-1]["removed"] > 0, "nothing was evicted: this tried nothing")
+        expect(said[-1]["removed"] > 0, "nothing was evicted: the check had no effect")
         self.server.kill()
         self.watching.wait(PATIENCE)
         self.watching = None
@@ -54,12 +54,12 @@ class Routers(Vllm):
         self.server.flip_a_bit()
         self.server.start()
         subprocess.run([self.server.program, "scrub", "--server", self.server.socket], check=False, capture_output=True)
-        expect(self.server.metric(_DAMAGED) > 0, "the damage was not found")
+        expect(self.server.metric(_DAMAGED) > 0, "the server did not find the damage")
         said.append(self.until_equal("damaged"))
         replayed = self.router.ask(do="replay")
-        expect(not replayed["wrong"] and replayed["stored"] == said[-1]["stored"], f"a router that asks for all again knows other blocks: {replayed['wrong']}")
+        expect(not replayed["wrong"] and replayed["stored"] == said[-1]["stored"], f"after a replay, the router has blocks that the server lacks: {replayed['wrong']}")
         counts = ", ".join(f"{len(one['stored'])} blocks" for one in said)
-        return f"the router knew what the server had each time: {counts}; {said[-1]['removed']} removals; a replay says the same"
+        return f"the router had the same blocks as the server each time: {counts}; {said[-1]['removed']} removals; a replay gives the same blocks"
 
     def until_equal(self, when):
         """Until the router knows what the server has, and no more."""
@@ -68,9 +68,9 @@ class Routers(Vllm):
             is_right, view = self.compared()
             expect(not view["wrong"], f"{when}: {view['wrong'][:3]}")
             if is_right:
-                expect(view["stored"], f"{when}: nothing is there")
+                expect(view["stored"], f"{when}: the router has no blocks")
                 return view
-            expect(time.monotonic() < deadline, f"{when}: the router knows {len(view['stored'])} blocks, the server has {self.there}")
+            expect(time.monotonic() < deadline, f"{when}: the router has {len(view['stored'])} blocks, and the server {self.there}")
             # An engine that is idle tells nothing.
             self.engine.generate([[1, 2, 3]], tokens=2)
             time.sleep(0.1)

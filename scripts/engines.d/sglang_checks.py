@@ -86,7 +86,7 @@ class Sglang:
             self.server = Server("sglang", f"sglang-{self.PREFIX}engine")
             first = self.begun("first")
             found, stored, _ = first.generate()
-            expect((found, stored) == (right_of(), 0), f"with an empty store: {stored} tokens of it, {found}")
+            expect((found, stored) == (right_of(), 0), f"with an empty store, {stored} tokens came from the store, and the output is {found}")
             self.stored(self.server, self.FULL // PAGE)
             first.kill()
         if self.engine is None:
@@ -96,7 +96,7 @@ class Sglang:
         """The same prompts by an engine that has forgotten everything: prompt tokens from storage, and seconds."""
         self.engine.reset()
         found, stored, seconds = self.engine.generate()
-        expect(found == right_of(), f"another output, with {stored} tokens from disk: {found} for {right_of()}")
+        expect(found == right_of(), f"with {stored} tokens from disk, the output is {found}, and not {right_of()}")
         return stored, seconds
 
     def back(self):
@@ -126,7 +126,7 @@ class Sglang:
         self.server.process.send_signal(signal.SIGSTOP)
         try:
             stored, stopped = self.again()
-            expect(stored == 0, "tokens from a server that stands still")
+            expect(stored == 0, "a stopped server served tokens")
             _, meanwhile = self.again()
         finally:
             self.server.process.send_signal(signal.SIGCONT)
@@ -172,16 +172,16 @@ class Sglang:
                     engine.generate(prompts_of(4, seed, tokens=600))
                     engine.reset()
                 found, more, _ = engine.generate()
-                expect(found == right_of(), "another output")
+                expect(found == right_of(), "the output differs from the output without a cache")
                 time.sleep(1)  # stores go on behind the answers
                 engine.reset()
                 found, again, _ = engine.generate()
-                expect(found == right_of(), "another output")
+                expect(found == right_of(), "the output differs from the output without a cache")
                 stored += more + again
                 engine.reset()
             evicted = server.metric("kvarts_engine_blocks_evicted_total")
             engine.end()
-            expect(evicted > 0 and stored > 0, f"{evicted:.0f} blocks evicted, {stored} tokens from disk: this tried nothing")
+            expect(evicted > 0 and stored > 0, f"{evicted:.0f} blocks evicted, {stored} tokens from disk: the check had no effect")
         finally:
             server.stop()
         return f"{stored} prompt tokens from disk, {evicted:.0f} blocks evicted, the same output"
@@ -221,7 +221,7 @@ class Linker(Course, Sglang):
             for turn in ("first", "second"):
                 one = self.begun(f"ranks-{turn}", server, {"tp_size": 2})
                 found, stored, _ = one.generate()
-                expect(found == right, f"another output, {turn} engine, {stored} tokens of it from disk")
+                expect(found == right, f"the output of the {turn} engine differs, with {stored} tokens from disk")
                 self.stored(server, 2 * self.FULL // PAGE)
                 one.end()
         finally:
@@ -254,12 +254,12 @@ class Linker(Course, Sglang):
                 for _ in range(2):
                     one.reset()
                     found = one.ask(do="right", **asked)["right"]
-                    expect(all(compare(a, b) != "different" for a, b in zip(right, found)), "other tokens when the faults are over")
+                    expect(all(compare(a, b) != "different" for a, b in zip(right, found)), "after the faults, the output differs from the output without a cache")
                     time.sleep(1)
                 found = one.ask(do="blocks", prompts=texts)["blocks"]
                 if name == "calm":
                     stored = found
-                    expect(len(stored) >= sum(len(text) // PAGE for text in texts), f"a calm run stores {len(stored)} pages")
+                    expect(len(stored) >= sum(len(text) // PAGE for text in texts), f"a run without faults stored only {len(stored)} pages")
                 else:
                     expect(found.keys() >= stored.keys(), f"seed {name}: {len(stored.keys() - found.keys())} of {len(stored)} pages are not stored")
                     self.compare(stored, found)
@@ -269,8 +269,8 @@ class Linker(Course, Sglang):
             finally:
                 server.stop()
         for what in ("given up", "forgotten", "tokens restored"):
-            expect(tried[what], f"nothing was {what}: {tried}")
-        expect(not tried["loads failed"], f"loads failed that were promised: {tried}")
+            expect(tried[what], f"no request was {what}: {tried}")
+        expect(not tried["loads failed"], f"promised loads failed: {tried}")
         note = ", ".join(f"{what} {count:.0f}" for what, count in sorted(tried.items()))
         outputs = f"{len(said)} outputs as without a cache, {said.count('rounding')} of them but for rounding"
         return f"{outputs}; {len(stored)} pages stored as in a run without faults; {note}"

@@ -149,12 +149,12 @@ for name, (make, components) in KINDS.items():
         span = first._pools._pools[entry.name].span
         for one, two in zip(entry.kv_buffer, other.kv_buffer):
             for at, to in zip(here, there):
-                assert one[at : at + span].count_nonzero() > 0, "nothing was compared"
-                assert torch.equal(one[at : at + span], two[to : to + span]), f"{name}: {entry.name}: other bytes"
+                assert one[at : at + span].count_nonzero() > 0, "no page was compared"
+                assert torch.equal(one[at : at + span], two[to : to + span]), f"{name}: {entry.name}: the bytes differ"
                 pages += 1
     before = second._pools._pools[PoolName.KV].span * (1 + shift)
     untouched = not any(buffer[before : before + 1].count_nonzero() for buffer in second.pools[PoolName.KV].kv_buffer)
-    assert untouched, "a page that was not asked for has been written"
+    assert untouched, "the load has overwritten a page outside the request"
     for one in (first, second):
         one.close()
     print(f"{name}: {pages} parts equal", flush=True)

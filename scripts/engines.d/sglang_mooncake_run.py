@@ -24,14 +24,14 @@ for layout in ("page_first", "page_first_direct"):
     first, pool = storage(layout)
     sglang_host.filled(pool)
     first.clear()
-    assert first.batch_exists(keys) == 0, "pages that are not there were found"
+    assert first.batch_exists(keys) == 0, "absent pages were found"
     assert first.batch_set_v1(keys[:20], where[: 20 * PAGE]) == [True] * 20, "not stored"
     second, other = storage(layout)
     other.kv_buffer.zero_()
     assert second.batch_exists(keys) == 20, "not found"
     assert second.batch_get_v1(keys, where) == [True] * 20 + [False] * 12, "not loaded"
     for page in range(20):
-        assert torch.equal(pool.get_data_page(page * PAGE), other.get_data_page(page * PAGE)), f"page {page} has other bytes"
+        assert torch.equal(pool.get_data_page(page * PAGE), other.get_data_page(page * PAGE)), f"page {page} has wrong bytes"
     for one in (first, second):
         one.store.close()
     print(f"{layout}: 20 pages equal", flush=True)

@@ -28,7 +28,7 @@ for layout in ("layer_first", "page_first", "page_first_direct"):
     assert second.batch_get_v1(keys, where) == [True] * PAGES, "not loaded"
     for page in range(PAGES):
         one, two = pool.get_data_page(page * PAGE), other.get_data_page(page * PAGE)
-        assert torch.equal(one, two), f"page {page} has other bytes"
+        assert torch.equal(one, two), f"page {page} has wrong bytes"
     for one in (first, second):
         one.close()
     print(f"{layout}: {PAGES} pages equal", flush=True)
@@ -75,7 +75,7 @@ windows = PoolTransfer(PoolName.SWA, host_indices=where[8 * PAGE : 12 * PAGE], k
 ends = PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([9]), keys=[keys[15]])
 assert second.batch_get_v2([windows, ends]) == {"swa": [True] * 4, "mamba": [True]}, "not loaded"
 for name, here, there in [(PoolName.SWA, n * PAGE, (8 + n) * PAGE) for n in range(4)] + [(PoolName.MAMBA, 4, 9)]:
-    assert torch.equal(pools[name].get_data_page(here), others[name].get_data_page(there)), f"{name}: other bytes"
+    assert torch.equal(pools[name].get_data_page(here), others[name].get_data_page(there)), f"{name}: the bytes differ"
 for made in (first, second):
     made.close()
 print("hybrid: windows and states equal", flush=True)

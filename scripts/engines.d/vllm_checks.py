@@ -85,8 +85,8 @@ class Vllm:
             self.server = Server("vllm", "vllm" + self.CONNECTOR)
             first = Engine("vllm-first", self.model, self.kvarts())
             found, disk, _ = first.generate(PROMPTS["prompts"])
-            expect(found == self.right["prompts"], "other tokens than without a cache, with an empty one")
-            expect(disk == 0, "tokens from an empty store")
+            expect(found == self.right["prompts"], "the output with an empty cache differs from the output without a cache")
+            expect(disk == 0, "an empty store served tokens")
             first.send(do="generate", prompts=PROMPTS["more"], tokens=8)
             self.wait_for_growth()
             first.kill()
@@ -104,7 +104,7 @@ class Vllm:
         """The same prompts by an engine that has forgotten everything."""
         self.engine.reset()
         found, disk, seconds = self.engine.generate(PROMPTS[which])
-        expect(found == self.right[which], f"other tokens than without a cache ({disk:.0f} prompt tokens came from disk)")
+        expect(found == self.right[which], f"the output differs from the output without a cache ({disk:.0f} prompt tokens came from disk)")
         return disk, seconds
 
     @staticmethod
@@ -142,7 +142,7 @@ class Vllm:
         self.server.process.send_signal(signal.SIGSTOP)
         try:
             disk, stopped = self.again()
-            expect(disk == 0, "tokens from a server that stands still")
+            expect(disk == 0, "a stopped server served tokens")
             _, meanwhile = self.again()
         finally:
             self.server.process.send_signal(signal.SIGCONT)
@@ -191,8 +191,8 @@ class Vllm:
             expect(disk == 0, f"{disk:.0f} tokens from an engine of another {name}")
             other.reset()
             again, disk, _ = other.generate(PROMPTS["prompts"])
-            expect(again == found, f"{name}: other tokens with the cache than without")
-            expect(disk > 0, f"{name}: nothing of its own from disk")
+            expect(again == found, f"{name}: the output with the cache differs from the output without a cache")
+            expect(disk > 0, f"{name}: the engine found none of its own blocks on disk")
             other.end()
         return "revision, dtype (bfloat16, float32) and block size (32, 64): nothing shared, each finds its own"
 
@@ -206,11 +206,11 @@ class Vllm:
         try:
             engine = Engine("vllm-hybrid", model, self.kvarts(server))
             found, _, _ = engine.generate(PROMPTS["prompts"])
-            expect(found == right, "other tokens with an empty cache")
+            expect(found == right, "the output with an empty cache differs from the output without a cache")
             engine.reset()
             found, disk, _ = engine.generate(PROMPTS["prompts"])
-            expect(found == right, "other tokens than without a cache")
-            expect(disk > 0, "nothing came from disk")
+            expect(found == right, "the output differs from the output without a cache")
+            expect(disk > 0, "no prompt token came from disk")
             engine.end()
         finally:
             server.stop()
@@ -224,12 +224,12 @@ class Vllm:
             disk = 0
             for turn, which in enumerate(("churned", "churned", "more", "prompts", "churned", "prompts")):
                 found, more, _ = engine.generate(PROMPTS[which])
-                expect(found == self.right[which], f"other tokens than without a cache, turn {turn}")
+                expect(found == self.right[which], f"the output differs from the output without a cache, turn {turn}")
                 disk += more
                 engine.reset()
             evicted = server.metric("kvarts_engine_blocks_evicted_total")
             engine.end()
-            expect(evicted > 0 and disk > 0, f"{evicted:.0f} blocks evicted, {disk:.0f} tokens from disk: this tried nothing")
+            expect(evicted > 0 and disk > 0, f"{evicted:.0f} blocks evicted, {disk:.0f} tokens from disk: the check had no effect")
         finally:
             server.stop()
         return f"{disk:.0f} prompt tokens from disk, {evicted:.0f} blocks evicted, the same output"
@@ -240,16 +240,16 @@ class Vllm:
         try:
             first = Engine("vllm-node-first", self.model, self.kvarts(nodes[0]))
             found, disk, _ = first.generate(PROMPTS["prompts"])
-            expect(found == self.right["prompts"] and disk == 0, "not computed, with empty disks")
+            expect(found == self.right["prompts"] and disk == 0, "with empty disks, the output differs, or tokens came from disk")
             self.wait_until_known(nodes, first)
             first.end()
             second = Engine("vllm-node-second", self.model, self.kvarts(nodes[1]))
             found, disk, seconds = second.generate(PROMPTS["prompts"])
-            expect(found == self.right["prompts"], f"other tokens than without a cache ({disk:.0f} prompt tokens came from the node)")
+            expect(found == self.right["prompts"], f"the output differs from the output without a cache ({disk:.0f} prompt tokens came from the node)")
             expect(disk == self.full(), f"{disk:.0f} of {self.full()} prompt tokens came from the other node")
             second.end()
             served = nodes[0].metric("kvarts_cluster_served_bytes_total")
-            expect(served > 0, "the node that has the blocks served no bytes")
+            expect(served > 0, "the node with the blocks served no bytes")
         finally:
             for node in nodes:
                 node.stop()
@@ -263,7 +263,7 @@ class Vllm:
             # What a step has left to store goes on with the next one.
             engine.generate([[1, 2, 3]], tokens=2)
         while sum(node.metric("kvarts_cluster_directory_entries") for node in nodes) < nodes[0].metric("kvarts_engine_blocks_stored_total"):
-            expect(time.monotonic() < deadline, "the directory does not know what the first node stored")
+            expect(time.monotonic() < deadline, "the directory did not receive the first node's blocks in time")
             time.sleep(0.05)
 
     def close(self):
@@ -302,12 +302,12 @@ class Layers(Course, Vllm):
         try:
             engine = Engine("vllm-wide", model, self.kvarts(server, timeout=PATIENCE, pool_bytes=512 << 20))
             found, _, _ = engine.generate(prompts, tokens=16)
-            expect([tokens[:8] for tokens in found] == right, "other tokens with an empty cache")
+            expect([tokens[:8] for tokens in found] == right, "the output with an empty cache differs from the output without a cache")
             self.wait_until_saved(engine, sum(len(prompt) // BLOCK for prompt in prompts))
             engine.reset()
             before = engine.counters()
             found, disk, seconds = engine.generate(prompts)
-            expect(found == right, "other tokens than without a cache")
+            expect(found == right, "the output differs from the output without a cache")
             full = full_of(prompts, BLOCK)
             expect(disk == full, f"{disk:.0f} of {full} prompt tokens came from disk")
             after = engine.counters()
@@ -315,8 +315,8 @@ class Layers(Course, Vllm):
             engine.end()
         finally:
             server.stop()
-        expect(own == layers > 0, f"{own:.0f} of {layers:.0f} layers were waited for by their own computation alone")
-        note = f"{own:.0f} of {layers:.0f} layers were waited for by their own computation alone"
+        expect(own == layers > 0, f"{own:.0f} of {layers:.0f} layers were waited for only by their own computation")
+        note = f"{own:.0f} of {layers:.0f} layers were waited for only by their own computation"
         return f"{disk:.0f} of {full} prompt tokens from disk, {note}; {computed:.1f} s without a cache, {seconds:.1f} s with it"
 
     def check_pool(self):
@@ -325,14 +325,14 @@ class Layers(Course, Vllm):
         try:
             engine = Engine("vllm-pool", self.model, self.kvarts(server))
             found, _, _ = engine.generate(PROMPTS["prompts"])
-            expect(found == self.right["prompts"], "other tokens with an empty cache")
+            expect(found == self.right["prompts"], "the output with an empty cache differs from the output without a cache")
             self.wait_until_saved(engine, self.full() // BLOCK)
             engine.reset(host=False)
             found, disk, seconds = engine.generate(PROMPTS["prompts"])
-            expect(found == self.right["prompts"], "other tokens than without a cache")
+            expect(found == self.right["prompts"], "the output differs from the output without a cache")
             expect(disk == self.full(), f"{disk:.0f} of {self.full()} prompt tokens came from the pool")
             read = engine.counters().get("vllm:kvarts_staged_blocks read", 0)
-            expect(read == 0, f"{read:.0f} blocks were read")
+            expect(read == 0, f"{read:.0f} blocks were read from disk")
             engine.reset()
             found, again, _ = engine.generate(PROMPTS["prompts"])
             expect(found == self.right["prompts"] and again == self.full(), f"{again:.0f} of {self.full()} prompt tokens came from disk")
@@ -357,7 +357,7 @@ class Layers(Course, Vllm):
             for turn in ("first", "second"):
                 one = Engine(f"vllm-{name}-{turn}", model, self.kvarts(server), **engine)
                 found, disk, _ = one.generate(PROMPTS["prompts"])
-                expect(found == right, f"other tokens than without a cache, {turn} engine ({disk:.0f} prompt tokens came from disk)")
+                expect(found == right, f"the output differs from the output without a cache, {turn} engine ({disk:.0f} prompt tokens came from disk)")
                 if turn == "first":
                     self.wait_until_saved(one, blocks or self.full() // BLOCK)
                 one.end()
@@ -385,20 +385,20 @@ class Layers(Course, Vllm):
                 """Four prompts, from one engine to the other; something is lost after the first has answered."""
                 some = slice(first, first + 4)
                 answer = prefill.ask(do="generate", prompts=prompts[some], tokens=1, transfer=[{"do_remote_decode": True}] * 4)
-                expect(answer["tokens"] == [tokens[:1] for tokens in right[some]], "prefilling says other tokens than without a cache")
+                expect(answer["tokens"] == [tokens[:1] for tokens in right[some]], "the first token of the prefill engine differs from the output without a cache")
                 if loses is not None:
                     loses()
                 before = decode.from_disk()
                 found = decode.ask(do="generate", prompts=prompts[some], tokens=8, transfer=answer["transfer"])
                 disk, full = decode.from_disk() - before, full_of(prompts[some], BLOCK)
-                expect(found["tokens"] == right[some], f"other tokens than without a cache ({disk:.0f} prompt tokens were handed over)")
+                expect(found["tokens"] == right[some], f"the output differs from the output without a cache ({disk:.0f} prompt tokens were handed over)")
                 offered = [one["kvarts"]["tokens"] for one in answer["transfer"]]
                 expect(disk >= least * full, f"{disk:.0f} of {full} prompt tokens were handed over; offered {offered}, {decode.counters()}")
                 told.append(f"{disk:.0f} of {full} in {found['seconds']:.1f} s")
                 return answer["transfer"]
 
             params = handed(0, least=1)
-            expect([one["kvarts"]["tail_tokens"] for one in params] == [len(prompt) % BLOCK for prompt in prompts[:4]], f"what is left is not told: {params}")
+            expect([one["kvarts"]["tail_tokens"] for one in params] == [len(prompt) % BLOCK for prompt in prompts[:4]], f"the hand-over does not have the rest of the prompts: {params}")
             handed(4, prefill.kill)
             made.remove(prefill)
             prefill = started("kv_producer", nodes[0])
@@ -455,7 +455,7 @@ class Layers(Course, Vllm):
         finally:
             server.stop()
         workers = [engine.get("tensor_parallel_size", 1) for engine in (writes, reads)]
-        expect(found == right, f"other tokens than without a cache, {workers} workers ({disk:.0f} prompt tokens came from disk)")
+        expect(found == right, f"the output differs from the output without a cache, {workers} workers ({disk:.0f} prompt tokens came from disk)")
         expect(disk == self.full(), f"{disk:.0f} of {self.full()} prompt tokens came from disk, {workers} workers")
         return f"{disk:.0f} of {self.full()} prompt tokens from disk with {workers[0]} and {workers[1]} workers"
 
@@ -511,7 +511,7 @@ class Layers(Course, Vllm):
         expect(tried["given up staging"] + tried["given up staged"], f"no request was given up while it was staged: {tried}")
         note = ", ".join(f"{what} {count:.0f}" for what, count in sorted(tried.items()) if not what.startswith("vllm"))
         landed = tried["vllm:kvarts_promised_blocks"]
-        expect(landed > 0, f"nothing was promised: {tried}")
+        expect(landed > 0, f"no block was promised: {tried}")
         outputs = f"{len(said)} outputs as without a cache, {said.count('rounding')} of them but for rounding"
         return f"{outputs}, {landed:.0f} blocks promised and landed, {len(stored)} blocks stored as in a run without faults; {note}"
 
@@ -528,7 +528,7 @@ class Layers(Course, Vllm):
         time.sleep(1.5)
         for _ in range(3):
             found = one.ask(do="right")["right"]
-            expect(all(compare(a, b) != "different" for a, b in zip(right, found)), "other tokens when the faults are over")
+            expect(all(compare(a, b) != "different" for a, b in zip(right, found)), "after the faults, the output differs from the output without a cache")
             one.ask(do="settle")
             time.sleep(0.3)
 

@@ -45,7 +45,7 @@ class View:
                 continue
             for name in event.block_hashes:
                 if of_medium.pop(name, None) is None and event.medium == "STORAGE":
-                    self.wrong.append("removed, and never told")
+                    self.wrong.append("removed, but never stored")
                 self.removed += event.medium == "STORAGE"
 
     def told(self):
