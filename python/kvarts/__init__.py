@@ -64,7 +64,7 @@ def _end():
         try:
             client.close(timeout=_EXIT)
         except Error:
-            pass  # of another process, or memory that a disk still writes to: it is not freed
+            pass  # a client of another process, or memory to which a disk still writes: it is not freed
 
 
 def _endpoint(server):
@@ -124,6 +124,6 @@ def open(dirs, budget, *, executors=None):  # noqa: A001, as the stub says
     return _kept(_kvarts.open(dirs, budget, executors=executors))
 
 
-# As the stub has them.
+# The native module has the docstrings of the stub.
 for _made in (connect, open):
     _made.__doc__ = getattr(_kvarts, _made.__name__).__doc__

@@ -341,8 +341,7 @@ class Session:
     def hand_over(self, to: Client) -> dict[str, Any]:
         """Moves the session to the server of the client `to`; returns `told`. The session keeps its number, and this object
         continues with it. `to` must have registered the model (`Client.pages`). The old server releases the chain first, and the
-        held blocks last. If the new server refuses the session, the session stays released: repeat the call before its lease
-        ends."""
+        held blocks last. If the new server refuses the session, repeat the call before the lease at the old server ends."""
 
     def close(self) -> bool:
         """Ends the session; returns false if it had ended already."""

@@ -18,7 +18,7 @@ async def _ended(step):
     try:
         return await asyncio.shield(step)  # ends: as the call does
     except asyncio.CancelledError:
-        # However often it is cancelled.
+        # The task may be cancelled several times.
         while not step.done():
             try:
                 await asyncio.wait([step])  # ends: as the call does
@@ -47,7 +47,7 @@ class AsyncPages:
                 waiting.set_result(completion)
 
     async def _answer(self, submit, *args, **kwargs):
-        # Nothing is drained between these lines: the loop runs this task.
+        # No completion is drained between these lines, because the loop runs this task.
         id = submit(*args, **kwargs)
         waiting = self._waiting[id] = self._loop.create_future()
         try:

@@ -50,14 +50,14 @@ class Ledger:
         self._count, self._most, self._described = columns, told, described
         self._lock = threading.Lock()
         self._known = OrderedDict()  # key -> _Block
-        self._here = set()  # of those that are known or told
-        # In order, because the oldest goes where there are too many: a plain dict would look for it from its beginning each time.
-        self._told = OrderedDict()  # key -> its description, as far as a removal needs it
-        self._changed = {}  # keys of which something is to be told, in order
-        self._doubted = {}  # keys that are to be asked for
+        self._here = set()  # stored blocks, among those that are described or reported
+        # Ordered, because the oldest block is dropped at the limit: a plain dict would search for it from its beginning each time.
+        self._told = OrderedDict()  # reported key -> the part of its description that a removal needs
+        self._changed = {}  # keys with a pending report, in order
+        self._doubted = {}  # keys to look up
         self._time = 0
 
-    # Of the engine.
+    # Calls of the engine.
 
     def lacks(self, keys):
         """Returns the positions of the blocks that are neither described nor reported to routers."""
@@ -97,7 +97,7 @@ class Ledger:
                     if not is_here:
                         self._place(key, False)
                 elif asked < block.asked:
-                    # Which of two holds, or what happened since, is not known.
+                    # A later answer or event exists: the present state is unknown.
                     self._doubted[key] = None
                 else:
                     block.rest, block.asked = is_here if block.emptied < asked else None, asked
@@ -105,7 +105,7 @@ class Ledger:
                         block.columns = {column: seen for column, seen in block.columns.items() if seen[1] >= asked}
                         self._place(key, self._is_whole(block))
                         if not is_here and block.columns:
-                            # It was stored while it was asked for.
+                            # The block was stored during the look-up.
                             self._doubted[key] = None
                     elif block.rest:
                         here.add(key)
@@ -148,7 +148,7 @@ class Ledger:
     def has_news(self):
         return bool(self._changed)
 
-    # Of the follower.
+    # Calls of the follower.
 
     def happened(self, is_stored, column, keys):
         """Takes an event of each of these blocks."""
@@ -163,7 +163,7 @@ class Ledger:
                     if not is_stored or self._is_whole(block):
                         self._place(key, is_stored)
                     elif block.rest is False:
-                        # Some column was not there; it may have been this one.
+                        # Some column was absent, possibly this one.
                         self._doubted[key] = None
                 elif not is_stored and key in told:
                     self._place(key, False)
@@ -181,9 +181,9 @@ class Ledger:
         with self._lock:
             self._time += 1
             for block in self._known.values():
-                # What was asked before does not count.
+                # Answers to earlier questions do not count.
                 block.columns, block.rest, block.asked = None, None, self._time
-            # What was told stays told until it is known; of others nothing is told.
+            # Reported blocks stay reported until their state is known. Other blocks are not reported.
             self._here.intersection_update(self._told)
             self._doubted = dict.fromkeys([*self._told, *self._known])
 
@@ -223,7 +223,7 @@ class Follower:
         self._ledger, self._connect, self._pause = ledger, connect, pause
         self._columns, self._groups = columns, {group for group, _ in columns}
         self._over = threading.Event()
-        self._after = None  # the event up to which all is known
+        self._after = None  # the last event that was read
         self._heard, self._is_away, self._why = time.monotonic(), False, None
         self._thread = threading.Thread(target=self._run, name="kvarts-events", daemon=True)
         self._thread.start()

@@ -160,7 +160,7 @@ class Saving:
 
     def __init__(self, streams, number, parts):
         self.number = number
-        self._streams, self._parts = streams, parts  # group -> (what saves, layers)
+        self._streams, self._parts = streams, parts  # group -> (copy to the pool, number of layers)
         self._next = dict.fromkeys(parts, 0)
         self._saved = []
 
@@ -238,7 +238,7 @@ class Dock:
     def _moves(self, stretches, slots):
         """Yields (group, a pair for each column: its blocks in the pool, its pages) for the groups that this worker has."""
         for group, places in slots.items():
-            if (mine := self._groups.get(group)) is not None:  # else of another stage of the pipeline
+            if (mine := self._groups.get(group)) is not None:  # otherwise a group of another pipeline stage
                 yield group, [self._move(group, rank, layers, stretches[group][rank], places) for rank, layers in mine.columns.items()]
 
     def _move(self, group, rank, layers, own, places):

@@ -144,9 +144,9 @@ class Kvarts:
         self._handles = {}  # (model, size of objects) -> pages
         self._sizes = {}  # (model, group) -> _Sizes
         self._parts = {}  # (handle, batch) -> (task, positions)
-        self._done = []  # answers that no handle has
+        self._done = []  # results that LMCache has not taken yet
         self._closed = False
-        # One descriptor that is readable while any handle, or `_own`, is.
+        # One descriptor, which is readable while a handle or `_own` is readable.
         self._own = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.epoll()
         self._poll.register(self._own, select.EPOLLIN)
@@ -183,7 +183,7 @@ class Kvarts:
             if self._closed:
                 return
             self._closed = True
-        self._link.close()  # closes the handles, too: when it returns, nothing touches LMCache's memory
+        self._link.close()  # closes the handles, too: after it, nothing accesses LMCache's memory
         self._pools.close()
         self._poll.close()
         os.close(self._own)

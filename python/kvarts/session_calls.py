@@ -36,7 +36,7 @@ class Calls:
                 self._waiting.append((work, failed, blocks))
                 self._held += blocks
                 if self._thread is None:
-                    # Most engines have no sessions.
+                    # The thread starts with the first call, because most engines have no sessions.
                     self._thread = threading.Thread(target=self._run, name="kvarts-sessions", daemon=True)
                     self._thread.start()
                 self._changed.notify()

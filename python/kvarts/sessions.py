@@ -67,7 +67,7 @@ class Sessions:
                     if tried:
                         self._forgotten(turn.parent)
                 elif error.reason == "PinCap" and left > 0 and (oldest := self._oldest_but(turn.parent)) is not None:
-                    # Conversations that went on more recently are worth more.
+                    # The session with the oldest last turn is closed first.
                     left -= len(self._open[oldest].keys)
                     self.end(client, oldest)
                 else:

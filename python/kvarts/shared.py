@@ -166,7 +166,7 @@ class Pools:
                 self._known.pop(mapping).close()
             try:
                 address = _address_of(views[0])
-            except (TypeError, ValueError):  # not for writing, or empty
+            except (TypeError, ValueError):  # a read-only or empty view
                 return None
             if any(mapping.first <= address < mapping.last for mapping in self._known):
                 return None

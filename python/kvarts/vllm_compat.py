@@ -77,7 +77,7 @@ _LATER = {
     # Since 0.32; earlier versions do not ask for the source of a hit.
     "Locality": ("vllm.v1.kv_offload.base", types.SimpleNamespace(LOCAL=None)),
     "CacheHitSource": ("vllm.v1.metrics.cache_hit_source", types.SimpleNamespace(DISK=None)),
-    # Without it no step is measured.
+    # Without this name, no step is measured.
     "OffloadingWorkerMetadata": (f"{_CONNECTOR}.offloading.common", None),
 }
 _NAMES = {**_BOTH, **_LAYERS, **_OFFLOADING, **_EVENTS, **_PLUGIN, **{name: module for name, (module, _) in _LATER.items()}}
