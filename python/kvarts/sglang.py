@@ -303,8 +303,7 @@ class Kvarts(HiCacheStorage):
         if not self._usable(pool, kind == "put"):
             return results
         if host_indices is None or host_indices.numel() != len(keys) * pool.page_size:
-            count = None if host_indices is None else host_indices.numel()
-            logger.error("kvarts: pool %s: SGLang gave %s indices for %d pages of %d indices each; report it", name, count, len(keys), pool.page_size)
+            logger.error("kvarts: pool %s: SGLang's indices do not match %d pages of %d indices each; report it", name, len(keys), pool.page_size)
             return results
         first = host_indices[:: pool.page_size].tolist()
         staging, names = pool.staging[kind], names_of(keys)
