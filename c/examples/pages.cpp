@@ -1,5 +1,5 @@
-// A cache in C++ over libkvarts: handles that free themselves, and failures as exceptions of this program. The library throws none, and calls nothing
-// of the program's, so that no exception passes through it.
+// A cache in C++ with libkvarts: handles that free themselves, and failures as exceptions of this program. The library throws no exceptions and never
+// calls functions of the program, so no exception passes through the library.
 //
 //   c++ -std=c++17 pages.cpp $(pkg-config --cflags --libs kvarts) -o pages && ./pages SOCKET
 #include <poll.h>
@@ -36,7 +36,7 @@ using Client = std::unique_ptr<kvarts_client, Freed<kvarts_client_free>>;
 using Blocks = std::unique_ptr<kvarts_blocks, Freed<kvarts_blocks_free>>;
 using Memory = std::unique_ptr<kvarts_memory, Freed<kvarts_memory_free>>;
 
-// Makes a handle by a call whose last parameter is where it is left.
+// Makes a handle with a call whose last parameter receives the handle.
 template <class Owner, class Call, class... Given>
 Owner made(Call call, Given... given) {
   typename Owner::pointer handle = nullptr;
@@ -52,7 +52,7 @@ Key named(const std::string &name) {
   return key;
 }
 
-// Transfers of one column. What is under way is cancelled at its end.
+// Transfers of one column. The destructor cancels the transfers in progress.
 class Queue {
  public:
   Queue(const Client &client, const kvarts_column &column)
@@ -76,7 +76,7 @@ class Queue {
     return transfer;
   }
 
-  // The next answer, with a status for each of at most `room` keys.
+  // The next completion, with a status for each of at most `room` keys.
   std::pair<kvarts_completion, std::vector<uint8_t>> next(size_t room) {
     kvarts_completion done{};
     std::vector<uint8_t> results(room);
@@ -123,7 +123,7 @@ void run(const std::string &socket) {
     into.push_back({memory.get(), (COUNT + at) * PAGE, PAGE});
   }
 
-  // Two transfers are under way at once; each is answered by its number.
+  // Two transfers run at the same time; the number in a completion identifies its transfer.
   const std::vector<Key> first(keys.begin(), keys.begin() + 2), rest(keys.begin() + 2, keys.end());
   const uint64_t one = queue.put(first, {from.begin(), from.begin() + 2});
   const uint64_t other = queue.put(rest, {from.begin() + 2, from.end()});
@@ -138,19 +138,19 @@ void run(const std::string &socket) {
   keys[1] = named("a page that was never put");
   queue.get(keys, into);
   const auto [done, results] = queue.next(COUNT);
-  std::cout << "get: " << done.good << " of " << done.count << " pages; of the second one: " << kvarts_why() << "\n";
+  std::cout << "get: " << done.good << " of " << done.count << " pages; the error of the second page: " << kvarts_why() << "\n";
   for (size_t at = 0; at < COUNT; at++) {
     const bool is_same = std::memcmp(bytes + into[at].at, bytes + from[at].at, PAGE) == 0;
-    if ((results[at] == KVARTS_OK) != (at != 1) || (at != 1 && !is_same)) throw std::logic_error("another page");
+    if ((results[at] == KVARTS_OK) != (at != 1) || (at != 1 && !is_same)) throw std::logic_error("a page has other bytes or another status");
   }
   queue.erase(keys);
   std::cout << "delete: " << queue.next(0).first.good << " pages\n";
 
-  // A descriptor that is too short is refused at once, with a reason.
+  // A call with a descriptor that is too short fails at once, with a reason.
   try {
     into[0].nbytes--;
     queue.get({keys[0]}, {into[0]});
-    throw std::logic_error("a page that is too short was taken");
+    throw std::logic_error("a descriptor that is too short was accepted");
   } catch (const Failed &failed) {
     std::cout << "refused: status " << failed.status << ", " << failed.what() << "\n";
   }

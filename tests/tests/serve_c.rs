@@ -152,11 +152,11 @@ fn the_examples_in_c_and_cpp_run_as_they_stand_and_wrong_uses_are_refused() {
     let told = runs(c11(), "c/examples/pages.c", scratch.path(), &socket);
     let lines = [
         "put: 8 blocks written",
-        "exists: the first 8 are here",
-        "estimate: 8 of 8 are worth loading",
-        "get: 8 are complete and verified",
-        "delete: 8 were here",
-        "exists: 0 are here, the first one: status 1, ",
+        "exists: the first 8 blocks are stored",
+        "estimate: 8 of 8 blocks are worth loading",
+        "get: 8 blocks are complete and verified",
+        "delete: 8 blocks were stored and are deleted",
+        "exists: 0 blocks are stored; the first key: status 1, ",
     ];
     assert_eq!(told.lines().count(), lines.len(), "{told}");
     assert!(told.lines().zip(lines).all(|(line, expected)| line.starts_with(expected)), "{told}");
@@ -165,7 +165,7 @@ fn the_examples_in_c_and_cpp_run_as_they_stand_and_wrong_uses_are_refused() {
     let told = runs(cpp, "c/examples/pages.cpp", scratch.path(), &socket);
     let lines = [
         "put: 4 pages written",
-        "get: 3 of 4 pages; of the second one: ",
+        "get: 3 of 4 pages; the error of the second page: ",
         "delete: 3 pages",
         "refused: status 4, ",
     ];
