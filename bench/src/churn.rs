@@ -47,13 +47,13 @@ pub(super) struct ChurnArgs {
     /// Seconds of churn after the store is full
     #[arg(long, default_value_t = 25, value_parser = clap::value_parser!(u64).range(3..=86_400))]
     seconds: u64,
-    /// MiB of the budget
+    /// Budget of the store in MiB
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(16..=1 << 20))]
     budget_mib: u64,
-    /// Size of a segment in MiB; small, so that a small store has many
+    /// Size of a segment in MiB; small, so that a small store has many segments
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..=1024))]
     segment_mib: u64,
-    /// KiB of a block
+    /// Size of a block in KiB
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=16_384))]
     block_kib: u64,
     /// Number of samples

@@ -33,10 +33,10 @@ const AS_FAST: f64 = 0.97;
 pub(super) struct CrossoverArgs {
     #[command(flatten)]
     common: Common,
-    /// KiB of one layer of one block, each to be tried
+    /// Sizes of one layer of one block in KiB to measure, separated by commas
     #[arg(long, value_delimiter = ',', default_values_t = [4, 8, 16, 32, 64, 128, 256, 512])]
     chunk_kib: Vec<u64>,
-    /// MiB of each prefix
+    /// Size of each prefix in MiB
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     mib: u64,
 }

@@ -37,10 +37,10 @@ pub(super) struct EncodedArgs {
     /// A shipped model
     #[arg(long, default_value = "llama-3.1-8b")]
     model: String,
-    /// MiB of each of the two prefixes
+    /// Size of each of the two prefixes in MiB
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     mib: u64,
-    /// Bytes that cannot be compressed
+    /// Use bytes that cannot be compressed
     #[arg(long)]
     noise: bool,
 }

@@ -33,16 +33,16 @@ pub(super) struct FsckArgs {
     /// A shipped model
     #[arg(long, default_value = "llama-3.1-8b")]
     model: String,
-    /// MiB in the store
+    /// Size of the store's content in MiB
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(4..=1 << 20))]
     mib: u64,
-    /// MiB of a segment
+    /// Size of a segment in MiB
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=16384))]
     segment_mib: u64,
-    /// Threads of both contestants [default: two for each core]
+    /// Threads of each contestant [default: two for each core]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Content ids too
+    /// Also check content ids
     #[arg(long)]
     deep: bool,
 }

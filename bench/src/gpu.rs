@@ -47,25 +47,25 @@ pub(super) struct GpuArgs {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-    /// emulated or cuda:N
+    /// Device: emulated or cuda:N
     #[arg(long, default_value = "emulated")]
     device: DeviceName,
     /// A shipped model [default: llama-3.1-8b, then deepseek-v4-pro]
     #[arg(long)]
     model: Option<String>,
-    /// Tensor-parallel ranks that share the model; the part of the first rank is moved
+    /// Tensor-parallel ranks that share the model; the benchmark moves the part of the first rank
     #[arg(long, default_value_t = 1)]
     tp: u16,
-    /// Tokens of the prefix [default: as many as make about 384 MiB]
+    /// Tokens of the prefix [default: tokens for about 384 MiB]
     #[arg(long)]
     tokens: Option<u64>,
-    /// Computing time of a layer [default: the time in which the bare loop reads a layer]
+    /// Computing time of a layer in microseconds [default: the time in which the bare loop reads a layer]
     #[arg(long)]
     compute_us_per_layer: Option<u64>,
     /// Path from files to the device: auto, direct, compatibility or staging; the emulated device supports direct
     #[arg(long, default_value = "auto")]
     cufile: Wish,
-    /// The most MiB of the arena
+    /// Maximum size of the arena in MiB
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..=65536))]
     arena_mib: u64,
     /// Rounds in which the contestants take turns

@@ -36,25 +36,25 @@ pub(super) struct LayersArgs {
     /// A shipped model
     #[arg(long, default_value = "llama-3.1-8b")]
     model: String,
-    /// Tokens of a block [default: the model's]
+    /// Tokens of a block [default: the model's default]
     #[arg(long)]
     block_tokens: Option<u32>,
-    /// MiB of the prefix
+    /// Size of the prefix in MiB
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     mib: u64,
-    /// The most MiB of one record
+    /// Maximum size of a record in MiB
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..=64))]
     record_mib: u64,
-    /// full-block, layer-block or auto
+    /// Layout on disk: full-block, layer-block or auto
     #[arg(long, default_value = "auto")]
     layout: LayoutChoice,
-    /// always, never, or sample:N for N of 1000 chunks
+    /// Verification of digests: always, never, or sample:N for N of 1000 chunks
     #[arg(long, default_value = "always")]
     verify: VerifyChoice,
-    /// Directories of the store, below the one of the run
+    /// Number of directories of the store, all inside the directory of the run
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     directories: u16,
-    /// One block in each record, as after agent sessions
+    /// Store one block in each record, as agent sessions do
     #[arg(long)]
     fragmented: bool,
     /// Compact the fragmented store before the reads

@@ -68,29 +68,29 @@ enum BenchCommand {
     Open(open::OpenArgs),
     /// Keep a full store in use and watch disk, memory, descriptors and write amplification
     Churn(churn::ChurnArgs),
-    /// Replay a trace of requests and compare the hits with an exact LRU's
+    /// Replay a trace of requests and compare the hits with the hits of an exact LRU
     Replay(replay::ReplayArgs),
     /// Fill the index with up to a hundred million blocks, and measure the engine's background work
     Scale(scale::ScaleArgs),
-    /// Write a made-up trace of requests for `bench replay`
+    /// Write a synthetic trace of requests for `bench replay`
     Trace(trace::TraceArgs),
-    /// Read layers while puts, reclaim and compaction are at work on a nearly full store
+    /// Read layers from a nearly full store while puts, reclaim and compaction run
     Mixed(mixed::MixedArgs),
-    /// Read a prefix that compaction has encoded beside one of the same bytes that is raw
+    /// Read a prefix encoded by compaction, and compare with the same bytes unencoded
     Encoded(encoded::EncodedArgs),
-    /// Check a store with all digests, beside a bare sequential read of its files
+    /// Check a store with all digests, and compare with a bare sequential read of its files
     Fsck(fsck::FsckArgs),
-    /// Read over gRPC on loopback, beside a bare server that streams from memory
+    /// Read over gRPC on loopback, and compare with a bare server that streams from memory
     Serve(serve::ServeArgs),
-    /// Read from two other nodes at once, beside each of them alone
+    /// Read from two other nodes at once, and from each of them alone
     Dual(dual::DualArgs),
-    /// Restore from object storage, beside bare requests for the same bytes, and measure the effect on other reads
+    /// Restore from object storage, compare with bare requests for the same bytes, and measure the effect on other reads
     Cold(cold::ColdArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
     /// Measure the disks with one workload, and compare the prediction with another workload
     Times(times::TimesArgs),
-    /// Bring layers from disk to a device under an engine that computes
+    /// Load layers from disk to a device while an engine computes
     Gpu(gpu::GpuArgs),
 }
 

@@ -31,10 +31,10 @@ pub(super) struct MatchArgs {
     /// Blocks in the store
     #[arg(long, default_value_t = 1 << 20, value_parser = clap::value_parser!(u64).range(4096..=1 << 26))]
     blocks: u64,
-    /// Keys of one lookup
+    /// Number of keys in one lookup
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=65536))]
     keys: u64,
-    /// Lookups of one round, each of another prompt
+    /// Lookups in one round, each with another prompt
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=4096))]
     lookups: u64,
 }

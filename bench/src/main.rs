@@ -8,7 +8,7 @@ use clap::{Parser, Subcommand};
 use kvarts_terminal::Failure;
 use kvarts_terminal::program::{self, usage_fault};
 
-/// The engine measured beside bare loops, and traces in virtual time
+/// Benchmark the engine against bare loops, and simulate traces in virtual time
 #[derive(Parser, Debug)]
 #[command(name = "kvarts-lab", bin_name = "kvarts", version, max_term_width = 80)]
 struct Cli {

@@ -45,7 +45,7 @@ pub(super) struct MixedArgs {
     /// Tokens of a block
     #[arg(long, default_value_t = 16)]
     block_tokens: u32,
-    /// MiB of the store's budget
+    /// Budget of the store in MiB
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(64..=1 << 20))]
     mib: u64,
     /// Layer reads of each kind
@@ -54,10 +54,10 @@ pub(super) struct MixedArgs {
     /// Phases of each kind
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(2..=100))]
     phases: u32,
-    /// Percent of the measured write rate at which puts run
+    /// Rate of puts, in percent of the measured write rate
     #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=100))]
     put_percent: u32,
-    /// MiB a second that compaction may read and write; 0 runs none
+    /// Maximum rate of reads and writes of compaction in MiB/s; 0 disables compaction
     #[arg(long, default_value_t = 32)]
     compact_mib_s: u64,
     /// Milliseconds for which the write rate is measured

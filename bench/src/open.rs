@@ -35,7 +35,7 @@ pub(super) struct OpenArgs {
     /// Blocks in the store
     #[arg(long, default_value_t = 1 << 20, value_parser = clap::value_parser!(u64).range(4096..=1 << 26))]
     blocks: u64,
-    /// MiB of a segment: small ones, so that a store of small blocks has full and unfinished ones
+    /// Size of a segment in MiB; small, so that a store of small blocks has full and unfinished segments
     #[arg(long, default_value_t = 16)]
     segment_mib: u64,
 }

@@ -45,16 +45,16 @@ const SMALL_MIB: u64 = 16;
 pub(super) struct PutArgs {
     #[command(flatten)]
     common: Common,
-    /// A shipped model; a block has as many tokens as fit a record of 4 MiB
+    /// A shipped model; a block has as many tokens as fit in a record of 4 MiB
     #[arg(long, default_value = "llama-3.1-8b")]
     model: String,
-    /// Puts under way at once, each to be tried
+    /// Numbers of concurrent puts to measure, separated by commas
     #[arg(long, value_delimiter = ',', default_values_t = [1, 4, 16])]
     groups: Vec<u64>,
-    /// MiB of one round of one contestant
+    /// Size of a round of each contestant in MiB
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(16..=4096))]
     mib: u64,
-    /// MiB of a segment of the store: nothing is told before two were written again
+    /// Size of a segment in MiB; the measurement starts after the store has recycled two segments
     #[arg(long, default_value_t = DEFAULT_SEGMENT_BYTES >> 20, value_parser = clap::value_parser!(u64).range(16..=16_384))]
     segment_mib: u64,
 }

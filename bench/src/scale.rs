@@ -45,19 +45,19 @@ pub(super) struct ScaleArgs {
     /// Blocks in the index, in ascending order
     #[arg(long, value_delimiter = ',', default_value = "1000000,10000000,100000000")]
     blocks: Vec<u64>,
-    /// KiB of a block of the store that is there
+    /// Size of a block of the store in KiB
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(4..=1024))]
     block_kib: u64,
-    /// Memory that the index may take; larger ones are computed from the last that was measured
+    /// Maximum memory of the index in bytes; larger indexes are computed from the last measured index
     #[arg(long, default_value_t = 6 << 30)]
     memory: u64,
-    /// Records of one block each in the store whose small reads are timed, 8 KiB on disk each; 0 leaves that out
+    /// Records in a second store for timed small reads, each with one block and 8 KiB on disk; 0 skips these reads
     #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(0..=100_000_000))]
     records: u64,
-    /// Directories of that store, of 16 shards each
+    /// Directories of the second store, each with 16 shards
     #[arg(long, default_value_t = 12, value_parser = clap::value_parser!(u16).range(1..=64))]
     directories: u16,
-    /// Executors of that store
+    /// Executors of the second store
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     executors: u16,
     /// Parent of the store's directory [default: the current directory]

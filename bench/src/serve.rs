@@ -60,19 +60,19 @@ pub(super) struct ServeArgs {
     /// Rounds in which the contestants take turns
     #[arg(long, default_value_t = 61, value_parser = clap::value_parser!(u32).range(3..=1000))]
     pairs: u32,
-    /// MiB of the prefix
+    /// Size of the prefix in MiB
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(8..=1 << 16))]
     mib: u64,
     /// A shipped model
     #[arg(long, default_value = "llama-3.1-8b")]
     model: String,
-    /// One-block reads of the small reader, in quiet and in noise
+    /// One-block reads of the small reader, without and with concurrent large reads
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(20..=100_000))]
     small: u32,
     /// Runtime of the executors: auto, glommio or threads
     #[arg(long, default_value = "auto")]
     runtime: RuntimeChoice,
-    /// Only one part of it
+    /// Measure only this part
     #[arg(long, value_enum)]
     part: Option<Part>,
 }
@@ -84,7 +84,7 @@ enum Part {
     Grpc,
     /// The local path.
     Local,
-    /// A small reader beside large ones.
+    /// A small reader next to large readers.
     Small,
 }
 

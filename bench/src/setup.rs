@@ -45,10 +45,10 @@ pub(super) struct Common {
     /// Features of io_uring that are not used, separated by commas
     #[arg(long)]
     pub(super) io_disable: Option<Features>,
-    /// Executors, and threads of the bare loop
+    /// Number of executors, and of threads of the bare loop
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(super) executors: u16,
-    /// Cores that executors and the bare loop's threads are pinned to, in turn
+    /// Cores to which the executors and the bare loop's threads are pinned, in turn
     #[arg(long, value_delimiter = ',')]
     pub(super) cores: Vec<usize>,
 }

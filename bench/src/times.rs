@@ -34,7 +34,7 @@ const LONGEST: u64 = 1 << LONGEST_BITS;
 pub(super) struct TimesArgs {
     #[command(flatten)]
     common: Common,
-    /// Bytes of a block, in KiB
+    /// Size of a block in KiB
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(4..=8192))]
     block_kib: u64,
     /// Blocks in the store

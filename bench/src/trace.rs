@@ -13,7 +13,7 @@ pub(super) struct TraceArgs {
     /// Kind of the trace: chat, agents, scan, zipf, loop, uniform or shift
     #[arg(value_parser = shape)]
     shape: Shape,
-    /// Requests
+    /// Number of requests
     #[arg(long, default_value_t = 8000, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     requests: u32,
     /// The same seed gives the same trace

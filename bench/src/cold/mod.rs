@@ -37,7 +37,7 @@ pub(super) struct ColdArgs {
     /// Tokens of a block
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     block_tokens: u32,
-    /// MiB to restore
+    /// Size of a restore in MiB
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(4..=1 << 14))]
     mib: u64,
     /// Milliseconds from a request to its answer
@@ -49,10 +49,10 @@ pub(super) struct ColdArgs {
     /// Rate of a spill in MiB/s, as `cold.rate`; 0 is no limit
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     spill_mib: u64,
-    /// Own reads of each phase, of one block each
+    /// Reads from the own disk in each phase, of one block each
     #[arg(long, default_value_t = 150, value_parser = clap::value_parser!(u32).range(10..=1_000_000))]
     reads: u32,
-    /// Tokens of a block of own reads
+    /// Tokens of a block that is read from the own disk
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     own_block_tokens: u32,
     /// Seconds in which rounds of one part start; at least six rounds, or --pairs if that is less
@@ -66,13 +66,13 @@ pub(super) struct ColdArgs {
 /// What is measured.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 enum Part {
-    /// Restores beside bare requests
+    /// Restores, compared with bare requests
     Restore,
-    /// Own reads while blocks are spilled
+    /// Reads from the own disk while blocks are spilled
     Spill,
-    /// Own reads while blocks are restored
+    /// Reads from the own disk while blocks are restored
     Beside,
-    /// Own reads while the bucket fails
+    /// Reads from the own disk while the bucket fails
     Trouble,
 }
 

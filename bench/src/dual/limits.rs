@@ -18,11 +18,11 @@ const BURST: &str = "256k";
 /// Which of them is wanted.
 #[derive(clap::ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Limiter {
-    /// The kernel's where it can be had
+    /// The kernel if possible, otherwise the nodes
     Auto,
-    /// The kernel's or nothing
+    /// The kernel; the benchmark fails if the kernel cannot limit the paths
     Kernel,
-    /// What nodes let themselves serve
+    /// The nodes, with their own limit of the serving rate
     Nodes,
 }
 

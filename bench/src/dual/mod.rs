@@ -38,7 +38,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 pub(super) struct DualArgs {
     #[command(flatten)]
     common: Common,
-    /// MiB of each read
+    /// Size of each read in MiB
     #[arg(long, default_value_t = 192, value_parser = clap::value_parser!(u64).range(16..=4096))]
     mib: u64,
     /// Combined rate of two equal paths, and of paths of three to one, in MiB/s
@@ -47,10 +47,10 @@ pub(super) struct DualArgs {
     /// Parts to measure
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Part::value_variants().iter().copied())]
     only: Vec<Part>,
-    /// The limit of the paths
+    /// Mechanism that limits the rates of the paths
     #[arg(long, value_enum, default_value = "auto")]
     limiter: Limiter,
-    /// Blocks that are announced to a node that joins
+    /// Number of blocks that are announced to a joining node
     #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(1000..=10_000_000))]
     announce: u64,
 }
@@ -58,15 +58,15 @@ pub(super) struct DualArgs {
 /// What is measured.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 enum Part {
-    /// Reads of which nothing is local, from two peers
+    /// Reads from two peers, without local blocks
     Peers,
-    /// Reads from the own disk and a peer, both limited alike; as root
+    /// Reads from the own disk and a peer, both with the same limit; requires root
     Own,
-    /// A path that collapses, a node that is killed, and reads of a node that serves another one
+    /// A collapsing path, a killed node, and reads of a node that serves another node
     Trouble,
-    /// Unlimited, beside a bare pump
+    /// Reads without limits, compared with a bare pump
     Loopback,
-    /// Look-ups, and what a node that joins is told
+    /// Look-ups, and announcements to a joining node
     Directory,
 }
 

@@ -19,28 +19,28 @@ use kvarts_terminal::{Align, Table};
 pub(crate) struct RunArgs {
     /// The trace: JSON lines with `timestamp`, `input_length`, `output_length` and `hash_ids`
     trace: Option<PathBuf>,
-    /// Sessions made from a seed instead: chat, agents-32k, agents-48k, agents-64k, coding, rollouts or idle-return
+    /// Generate sessions from the seed instead of a trace: chat, agents-32k, agents-48k, agents-64k, coding, rollouts or idle-return
     #[arg(long, value_parser = kind, conflicts_with = "trace")]
     sessions: Option<Sessions>,
     /// Number of sessions
     #[arg(long, requires = "sessions")]
     count: Option<u32>,
-    /// Sessions that begin in a second; 0 for all at once
+    /// Sessions that begin per second; with 0 all begin at once
     #[arg(long, requires = "sessions")]
     per_second: Option<f64>,
-    /// Multiplies the tokens that each turn of the sessions adds
+    /// Factor for the tokens that each turn of a session adds
     #[arg(long, requires = "sessions")]
     append_scale: Option<f64>,
     /// The cluster: a TOML file
     #[arg(long, value_name = "FILE", required = true)]
     cluster: Option<PathBuf>,
-    /// A value in place of the file's, as `disk.gb_per_s=24`; may be given again
+    /// Override a value of the file, for example `disk.gb_per_s=24`; can be repeated
     #[arg(long, value_name = "TABLE.NAME=VALUE")]
     set: Vec<String>,
-    /// The router, in place of the file's
+    /// Override the router of the file
     #[arg(long, value_parser = router)]
     router: Option<RouterKind>,
-    /// Multiplies the trace's requests a second
+    /// Factor for the requests per second of the trace
     #[arg(long, default_value_t = 1.0)]
     scale: f64,
     /// The same seed gives the same run

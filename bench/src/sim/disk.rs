@@ -28,19 +28,19 @@ const SHOWN_EVERY: u64 = 64;
 /// The store that a trace is replayed against.
 #[derive(Args, Debug)]
 pub(crate) struct StoreArgs {
-    /// Blocks whose bytes are the budget of the store [default: a ninth of the trace's distinct blocks]
+    /// Budget of the store, in blocks [default: a ninth of the trace's distinct blocks]
     #[arg(long, value_parser = clap::value_parser!(u64).range(32..=1 << 32))]
     capacity_blocks: Option<u64>,
     /// Eviction policy: weighted or lru
     #[arg(long, default_value = "weighted", value_parser = policy)]
     policy: EvictionPolicy,
-    /// Whether puts name the block before them: known or unknown
+    /// Whether puts name their parent block: known or unknown
     #[arg(long, default_value = "known", value_parser = ["known", "unknown"])]
     parents: String,
-    /// Daily writes, in blocks; beyond them only blocks that were put before are stored [default: no limit]
+    /// Limit of daily writes, in blocks; above it the store only accepts blocks that were put before [default: no limit]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     endurance_blocks: Option<u64>,
-    /// KiB of a block
+    /// Size of a block in KiB
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(4..=1024))]
     block_kib: u64,
 }
@@ -72,7 +72,7 @@ pub(crate) struct DiskArgs {
     trace: PathBuf,
     #[command(flatten)]
     store: StoreArgs,
-    /// Write the events of blocks, one JSON object a line, in order
+    /// Write the events of blocks in order, one JSON object per line
     #[arg(long, value_name = "FILE")]
     events: Option<PathBuf>,
     /// Print one JSON object

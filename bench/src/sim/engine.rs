@@ -15,7 +15,7 @@ pub(crate) struct EngineArgs {
     /// Recordings to compare with: JSON lines of `scripts/sim-record`
     #[arg(required = true)]
     recordings: Vec<PathBuf>,
-    /// The recording that calibrates the times of steps; may be given again, for engines that read from disk
+    /// Recording that calibrates the times of steps; can be repeated, for engines that read from disk
     #[arg(long, value_name = "RECORDING", required = true)]
     calibrate: Vec<PathBuf>,
     /// Print one JSON object

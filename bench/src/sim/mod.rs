@@ -24,11 +24,11 @@ pub struct SimArgs {
 
 #[derive(Subcommand, Debug)]
 enum SimCommand {
-    /// A trace against the disk tier alone: the engine itself over a disk in memory, as `bench replay` over a real one
+    /// Replay a trace against the disk tier alone: the real engine on a disk in memory (`bench replay` uses a real disk)
     Disk(disk::DiskArgs),
-    /// Find the configurations that keep a promise and are best in latency, throughput and cost
+    /// Find the best configurations in latency, throughput and cost that keep a promise
     Search(Box<search::SearchArgs>),
-    /// Recordings of a real engine: its times to the first token and its throughput, as they were and as they are simulated
+    /// Compare the times to the first token and the throughput in recordings of a real engine with a simulation
     Engine(engine::EngineArgs),
 }
 

@@ -17,22 +17,22 @@ use kvarts_terminal::{Align, Table};
 pub(crate) struct SearchArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// The 99th percentile of the time to the first token that is promised
+    /// Promised 99th percentile of the time to the first token, in milliseconds
     #[arg(long, value_name = "MS")]
     ttft_ms: f64,
-    /// The 99th percentile of the time for each further token that is promised
+    /// Promised 99th percentile of the time for each further token, in milliseconds
     #[arg(long, value_name = "MS")]
     tpot_ms: f64,
-    /// Runs, at most
+    /// Maximum number of runs
     #[arg(long, default_value_t = 150, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     runs: u32,
-    /// Nodes, at most [default: twice those in the file]
+    /// Maximum number of nodes [default: twice the number in the file]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=i64::from(NODES_MAX)))]
     nodes_max: Option<u32>,
-    /// Drives of a node, at most [default: twice those in the file, or four]
+    /// Maximum number of drives of a node [default: twice the number in the file, or four]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(0..=i64::from(DRIVES_MAX)))]
     drives_max: Option<u32>,
-    /// What all nodes may cost an hour, in the file's prices
+    /// Maximum cost of all nodes per hour, in the prices of the file
     #[arg(long, value_name = "COST")]
     cost_max: Option<f64>,
     /// Parameters to vary, separated by commas: limits, router, prefetch, nodes, hbm, dram, disk [default: all but hbm]
