@@ -1,8 +1,8 @@
-//! A put whose layers come one after the other: each is written as soon as it is there.
+//! A put of layers that arrive one after the other: the store writes each layer when it is offered.
 //!
-//! The caller has memory that its layers use in turns ([`Placed::gated_layers`]). It offers a layer, the store
-//! writes it, the memory is the caller's again and may take a later layer. Nothing of the blocks is visible, in memory
-//! or after a crash, before the put was sealed; one that is dropped unsealed leaves nothing.
+//! The layers share the caller's memory ([`Placed::gated_layers`]). The caller offers a layer, the store writes it, and the caller may then
+//! use the memory for a later layer. No part of the blocks is visible, in memory or after a crash, before the put is sealed. A put that is
+//! dropped unsealed leaves nothing.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -16,12 +16,12 @@ use crate::error::{Error, Reason, ShapeCause};
 use crate::sync::Mutex;
 use crate::ticket::{Ticket, ticket};
 
-/// What both ends of a put by layers share.
+/// The state that both ends of a put by layers share.
 #[derive(Debug)]
 pub struct Progress {
-    /// Leading layers that the store may write; one more when the put is sealed.
+    /// The number of leading layers that the store may write; one more when the put is sealed.
     pub offered: StepGate,
-    /// Leading layers that have been written; all numbers there are when the put has ended.
+    /// The number of leading layers that the store has written; the maximum number when the put has ended.
     pub written: StepGate,
     /// The digest of each chunk, block by block, each in canonical order; empty if one has no memory, which would be a
     /// defect: nothing is stored then.
@@ -34,14 +34,14 @@ impl Progress {
         self.digests.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Nothing is written any more.
+    /// Marks the end of all writes.
     pub fn end(&self) {
         self.written.open(u32::MAX);
     }
 }
 
-/// A put whose layers come one after the other. Dropping it unsealed leaves nothing of it; memory that was offered is
-/// the store's until [`LayeredPut::written`] says otherwise, or the last buffer of it is dropped.
+/// A put of layers that arrive one after the other. Dropping it unsealed stores nothing. Offered memory belongs to the store until
+/// [`LayeredPut::written`] reports its layers, or until its last buffer is dropped.
 pub struct LayeredPut {
     from: Placed,
     shape: Arc<BlockShape>,
@@ -51,7 +51,7 @@ pub struct LayeredPut {
 }
 
 impl LayeredPut {
-    /// The caller's end, and what the store has of it.
+    /// Creates the caller's end, and the store's end.
     pub fn new(
         from: Placed,
         shape: Arc<BlockShape>,
@@ -64,8 +64,8 @@ impl LayeredPut {
         (Self { from, shape, offered: 0, progress: Arc::clone(&progress), answer: Some(answer) }, progress)
     }
 
-    /// Offers every layer below `layers`: their bytes are in their places and stay as they are until they have been
-    /// written. What is new is digested on this thread.
+    /// Offers every layer below `layers`. Their bytes must be in their places, and must not change until they have been written. This
+    /// thread computes the digests of the new layers.
     pub fn offer(&mut self, layers: u32) {
         let layers = layers.min(self.shape.layers().len() as u32);
         {
@@ -96,7 +96,7 @@ impl LayeredPut {
         self.progress.offered.open(self.offered);
     }
 
-    /// Leading layers whose memory is the caller's again. When the put has ended, it is more than there are.
+    /// The number of leading layers whose memory the caller may use again. After the end of the put it exceeds the number of layers.
     pub fn layers_written(&self) -> u32 {
         self.progress.written.opened()
     }
@@ -106,13 +106,13 @@ impl LayeredPut {
         self.written_so_far().until(layers).await;
     }
 
-    /// How far it has come, for another thread than the one that offers.
+    /// The progress of the put, for a thread other than the offering thread.
     pub fn written_so_far(&self) -> Written {
         Written(Arc::clone(&self.progress))
     }
 
-    /// Makes the blocks. Every layer must have been offered; if not, nothing is stored and the answer says so. It
-    /// answers like any put, and dropping the ticket cancels what has not begun.
+    /// Completes the blocks. Every layer must have been offered; otherwise nothing is stored, and the answer reports it. The answer is the
+    /// same as of any put, and dropping the ticket cancels the work that has not begun.
     pub fn seal(mut self) -> Ticket<Result<PutReply, Error>> {
         let layers = self.shape.layers().len() as u32;
         if self.offered == layers
@@ -127,13 +127,13 @@ impl LayeredPut {
         answer
     }
 
-    /// The answer, if the put has ended before it was sealed: why.
+    /// The answer, with the reason, if the put ended before it was sealed.
     pub fn ended(&mut self) -> Option<Result<PutReply, Error>> {
         self.answer.as_mut()?.try_take()?.ok()
     }
 }
 
-/// How many layers of a put have been written.
+/// The number of written layers of a put.
 #[derive(Clone, Debug)]
 pub struct Written(Arc<Progress>);
 

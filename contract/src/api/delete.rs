@@ -1,4 +1,4 @@
-//! Taking blocks out on purpose: deletes of keys, of a prefix, of a namespace; and how long blocks may live.
+//! Deletes of keys, of a prefix and of a namespace, and the time to live of blocks.
 
 use std::time::Duration;
 
@@ -7,25 +7,24 @@ use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 use crate::clock::Nanos;
 use crate::error::Reason;
 
-/// What is to be deleted.
+/// The blocks to delete.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Target {
-    /// The blocks under these keys; a key may stand more than once.
+    /// The blocks under these keys; a key may occur more than once.
     Keys {
         /// One group and coordinate, or all of them.
         column: Option<(Group, Coordinate)>,
         /// The keys.
         keys: Vec<BlockKey>,
     },
-    /// The block under this key and everything known to descend from it, in all groups and coordinates.
+    /// The block under this key and all blocks known to descend from it, in all groups and coordinates.
     ///
-    /// A block descends from its parent where its put said who that is: by its place behind another block of the
-    /// same request, or as the first block behind [`super::Parent::Key`]. The store follows these links through
-    /// blocks that are here; the key itself need not be. What was put with an unknown parent, and what hangs behind
-    /// a block that is not here any more, is not known to descend from anything and stays. So may blocks that are
-    /// put while the delete runs.
+    /// A block descends from its parent if its put named the parent: by the block's position after another block of the same request, or as
+    /// the first block after [`super::Parent::Key`]. The store follows these links through present blocks; the block of the key itself may
+    /// be absent. Blocks that were put with an unknown parent, and blocks after an absent block, are not known to descend from any block,
+    /// and stay. Blocks that are put while the delete runs may stay, too.
     Prefix(BlockKey),
-    /// Everything in the namespace. It stays registered: what is put afterwards is kept.
+    /// All blocks of the namespace. The namespace stays registered, and later puts are kept.
     Namespace,
 }
 
@@ -34,33 +33,34 @@ pub enum Target {
 pub struct DeleteRequest {
     /// A registered namespace.
     pub namespace: NamespaceId,
-    /// What of it.
+    /// The blocks to delete.
     pub target: Target,
-    /// When the caller stops waiting, by the clock of the store. A delete that was begun goes on, but was not acknowledged.
+    /// When the caller stops waiting, by the clock of the store. A delete that has begun continues after the deadline, but is not
+    /// acknowledged.
     pub deadline: Option<Nanos>,
 }
 
-/// What became of one key.
+/// The outcome for one key.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum DeleteOutcome {
-    /// At least one block was under it. None is any more, and none comes back.
+    /// At least one block was stored under the key. Now none is, and none comes back.
     Deleted,
-    /// No block was under it. What an earlier crash might have brought back stays away, too.
+    /// No block was stored under the key. Blocks that an earlier crash could have brought back stay deleted, too.
     NotHere,
-    /// Not acknowledged: blocks under it cannot be found any more, but may be after a restart. Delete again.
+    /// Not acknowledged: look-ups no longer find blocks under the key, but may find them after a restart. Delete the key again.
     Refused(Reason),
 }
 
 /// The answer to a delete.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct DeleteReply {
-    /// Of keys: one outcome each, in the order of the request. Of a prefix or namespace: none.
+    /// One outcome for each key, in the order of the request. Empty for a prefix or a namespace.
     pub outcomes: Vec<DeleteOutcome>,
-    /// Blocks that were here and are not any more, each group and coordinate counted.
+    /// The number of deleted blocks; each group and coordinate counts.
     pub blocks: u64,
 }
 
-/// Blocks whose time to live is to change.
+/// A change of the time to live of blocks.
 #[derive(Clone, Debug)]
 pub struct TtlRequest<'a> {
     /// A registered namespace.
@@ -71,13 +71,13 @@ pub struct TtlRequest<'a> {
     pub coordinate: Coordinate,
     /// The blocks.
     pub keys: &'a [BlockKey],
-    /// How long they may live from now; `None` leaves it to eviction.
+    /// The time to live, from now; `None` leaves the blocks to eviction.
     pub ttl: Option<Duration>,
 }
 
 /// The answer to a change of a time to live.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TtlReply {
-    /// For each key, whether the block is here and its time was changed.
+    /// For each key, whether the block is present and its time was changed.
     pub changed: Vec<bool>,
 }

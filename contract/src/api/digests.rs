@@ -1,7 +1,7 @@
-//! Digests of chunks for a caller that verifies what it reads itself.
+//! Digests of chunks, for a caller that verifies its reads itself.
 //!
-//! Memory that the store's own processor must not touch can be filled by a device but not be verified by the store:
-//! the owner of the memory does that, with the digests that the producer's chunks were put with.
+//! A device can fill memory that the processor of the store must not access, but the store cannot verify such memory. The owner of the
+//! memory verifies it, with the digests of the chunks at their put.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use kvarts_layout::BlockShape;
 /// Set in an entry that is known.
 const KNOWN: u64 = 1 << 32;
 
-/// The digest of each chunk of a read: filled in before the chunk's block or layer is announced. Cheap to clone.
+/// The digest of each chunk of a read, set before the chunk's block or layer is announced. Cheap to clone.
 #[derive(Clone)]
 pub struct Digests {
     blocks: u32,
@@ -20,7 +20,7 @@ pub struct Digests {
 }
 
 impl Digests {
-    /// Room for this many blocks of a shape.
+    /// Creates a table for this number of blocks of a shape.
     pub fn new(shape: &BlockShape, blocks: u32) -> Self {
         let entries = u64::from(shape.chunk_count()) * u64::from(blocks);
         Self { blocks, table: (0..entries).map(|_| AtomicU64::new(0)).collect() }
@@ -37,7 +37,7 @@ impl Digests {
         (found & KNOWN != 0).then_some(found as u32)
     }
 
-    /// Makes a digest known.
+    /// Sets a digest.
     pub fn set(&self, part: u32, block: u32, digest: u32) {
         if let Some(entry) = self.entry(part, block) {
             entry.store(KNOWN | u64::from(digest), Ordering::Release);

@@ -1,10 +1,10 @@
-//! Blocks that are near their eviction, for a tier behind the disks.
+//! Blocks that are near their eviction, for a tier below the disks.
 
 use kvarts_layout::format::body::Parent;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
-/// Neighbouring blocks of one record that are near their eviction and were used. What is said holds when it is said: they may
-/// go, or be used again, at any moment.
+/// Neighbouring used blocks of one record that are near their eviction. The information is a snapshot: the store may evict the blocks, or
+/// use them again, at any moment.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Leaving {
     /// Their namespace.
@@ -15,21 +15,21 @@ pub struct Leaving {
     pub coordinate: Coordinate,
     /// Their keys, in prefix order; never empty.
     pub keys: Vec<BlockKey>,
-    /// What comes before the first.
+    /// The parent of the first block.
     pub parent: Parent,
-    /// How many blocks of the prefix come before the first, where that is known.
+    /// The number of blocks of the prefix before the first block, if known.
     pub first_block: Option<u32>,
-    /// When they were first stored, in milliseconds since 1970.
+    /// The time of their first storage, in milliseconds since 1970.
     pub created_ms: u64,
-    /// When they expire, in milliseconds since 1970; zero for never.
+    /// The time of their expiry, in milliseconds since 1970; zero for never.
     pub expires_ms: u64,
 }
 
-/// Blocks that a shard has, of one of its segments.
+/// The blocks of a shard in one of its segments.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct SegmentBlocks {
-    /// The stretches of records that are live there.
+    /// The runs of live blocks in the segment.
     pub runs: Vec<Leaving>,
-    /// The segment to go on with; none: there are no more.
+    /// The segment to continue with; `None` at the end.
     pub next: Option<u32>,
 }

@@ -1,4 +1,4 @@
-//! Asking what is here: which prefix can be restored, without touching a device.
+//! Look-ups of the prefix that can be restored, without access to a device.
 
 use std::collections::BTreeMap;
 use std::ops::AddAssign;
@@ -8,51 +8,52 @@ use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId, Requirements, Usab
 use kvarts_planner::cost::{Times, Told};
 use kvarts_planner::plan::{Link, Overlap, Plan, Source};
 
-/// The most entries of one match: keys times the coordinates of all required groups, each of which is looked up.
+/// The maximum number of entries of one match: the keys times the coordinates of all required groups, because the store looks up each of
+/// them.
 pub const MAX_MATCH_ENTRIES: usize = 1 << 20;
 
-/// Names one lease. Never given out twice while the process lives.
+/// The number of one lease. The process never reuses it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct LeaseId(pub u64);
 
-/// Which blocks of a prompt are wanted, and what a restorable prefix of them needs.
+/// The wanted blocks of a prompt, and the requirements for a prefix that can be restored.
 #[derive(Clone, Debug)]
 pub struct MatchRequest<'a> {
     /// A registered namespace.
     pub namespace: NamespaceId,
     /// The keys of the prompt's blocks, in order.
     pub keys: &'a [BlockKey],
-    /// What each group and coordinate must have for a prefix to be usable.
+    /// The blocks that each group and coordinate must have for a prefix to be usable.
     pub requirements: &'a Requirements,
-    /// The most tokens that the caller would compute again to use a longer prefix.
+    /// The maximum number of tokens that the caller would compute again to use a longer prefix.
     pub recompute_tokens_max: u64,
-    /// Whether the usable part is to be held against eviction.
+    /// The terms of a lease on the usable prefix; `None` for no lease.
     pub lease: Option<LeaseTerms>,
-    /// What it is to be planned with what of it is restored, if that is asked.
+    /// The terms of a plan of the restore; `None` for no plan.
     pub plan: Option<PlanTerms<'a>>,
 }
 
-/// What the plan of a restore follows from, besides what is here and how the way to it is.
+/// The inputs of the plan of a restore, in addition to the present blocks and the state of their link.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanTerms<'a> {
-    /// Tokens of the prompt; the keys are those of its full blocks, or of some of them from the first on.
+    /// The number of tokens of the prompt. The keys belong to its full blocks, or to the first of them.
     pub prompt_tokens: u64,
-    /// How long the caller's engine computes.
+    /// The computing times of the caller's engine.
     pub times: &'a Times,
-    /// Leading blocks that the caller has in device memory: of streams, which every later block needs.
+    /// Leading blocks of streams, which every later block needs, that the caller has in device memory.
     pub hbm_blocks: u32,
     /// Boundaries, in blocks, at which the caller has the windows and states of all other groups in device memory.
     pub hbm_boundaries: &'a [u32],
-    /// Leading blocks that the caller has in its host's memory, and the way from there.
+    /// Leading blocks that the caller has in host memory, and the link from there.
     pub dram: Option<(u32, Link)>,
-    /// What reads bring from beyond the store's disks, if there is anything.
+    /// Blocks that reads fetch from outside the store's disks, if any.
     pub beyond: Option<&'a Beyond>,
-    /// What the caller's engine computes of the prompt while the rest of it is being loaded.
+    /// The part of the prompt that the caller's engine computes while the rest is loaded.
     pub overlap: Overlap,
 }
 
 impl<'a> PlanTerms<'a> {
-    /// Of a caller that has nothing of the prompt, whose engine computes each layer when it is loaded.
+    /// Terms of a caller that has no block of the prompt, and whose engine computes each layer when the layer is loaded.
     pub fn new(prompt_tokens: u64, times: &'a Times) -> Self {
         Self {
             prompt_tokens,
@@ -66,87 +67,87 @@ impl<'a> PlanTerms<'a> {
     }
 }
 
-/// Blocks that reads bring from other nodes and from a bucket, and the ways there.
+/// Blocks that reads fetch from other nodes and from a bucket, and the links to them.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Beyond {
-    /// The ways: of [`Source::Peer`] and [`Source::Cold`].
+    /// The links of [`Source::Peer`] and [`Source::Cold`].
     pub ways: Vec<(Source, Link)>,
-    /// The same ways as they are taken to be before anything came over them: of plans that load nothing because of what was
-    /// measured, a few are made with these.
+    /// The assumed values of the same links before any transfer. If plans load nothing because of the measured values, the planner makes a
+    /// few plans with the assumed values.
     pub assumed: Vec<(Source, Link)>,
-    /// Of each column the blocks of the asked keys.
+    /// The blocks of the requested keys in each column.
     pub columns: BTreeMap<(Group, Coordinate), BeyondColumn>,
 }
 
-/// Blocks of a column by the place of their keys; behind the end there are none.
+/// Blocks of a column by the position of their keys. Positions after the end have no block.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct BeyondColumn {
-    /// Which another node is said to have.
+    /// Whether another node is recorded as a holder of the block.
     pub peers: Vec<bool>,
-    /// Which the bucket seems to have.
+    /// Whether the bucket probably has the block.
     pub cold: Vec<bool>,
 }
 
-/// A plan, and what it was made with.
+/// A plan, and its inputs.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Planned {
-    /// What to do with what is here, and why.
+    /// The decision for the present blocks, and its reason.
     pub plan: Plan,
-    /// The way to the store's disks when it was made.
+    /// The link to the store's disks at the time of the plan.
     pub disk: DiskLink,
-    /// What the times were, and how good.
+    /// The computing times, and their quality.
     pub times: Told,
 }
 
-/// The way to a store's disks, as its reads find it: from asking for blocks to their verified bytes.
+/// The link to a store's disks, measured by its reads: from the request for blocks to their verified bytes.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct DiskLink {
-    /// What reads take, and what is asked for and not delivered now.
+    /// The times of reads, and the bytes that are requested and not delivered now.
     pub link: Link,
-    /// Reads that this was measured from; while there are none, a drive is assumed.
+    /// The number of measured reads. Before the first read the values of an assumed drive apply.
     pub measured: u64,
 }
 
-/// What a block that is held counts at least, against its tenant's cap: however small it is, it takes a page on disk, and
-/// to remember that it is held takes memory.
+/// The minimum size with which a held block counts against its tenant's cap: even a small block takes a page on disk, and the record of its
+/// lease takes memory.
 pub const PIN_BYTES: u64 = 4096;
 
-/// How long, and for whom, the result of a match is held.
+/// The time and the tenant of a lease on the result of a match.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LeaseTerms {
-    /// For how long.
+    /// The duration of the lease.
     pub hold: Duration,
-    /// Whose cap on pinned bytes it counts against.
+    /// The tenant whose cap on pinned bytes applies.
     pub tenant: u32,
     /// The cap, in bytes.
     pub cap_bytes: u64,
 }
 
 impl LeaseTerms {
-    /// A term that does not end while the store is open.
+    /// A lease without an end while the store is open.
     pub const UNLIMITED: Duration = Duration::MAX;
 }
 
-/// Why blocks that were asked for cannot be used: counts of blocks. A store remembers a bounded number of departures, since it
-/// was opened: what it forgot, or never knew, counts as never stored.
+/// The reasons for missing blocks, as counts of blocks. A store remembers a bounded number of removed blocks since it was opened. Blocks
+/// that it has forgotten, or never had, count as never stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Missing {
-    /// Stored, and evicted: other blocks needed their room, or their quota.
+    /// Stored, and evicted because other blocks needed the space or the quota.
     pub evicted: u64,
-    /// Stored, and their time to live is over.
+    /// Stored, and expired.
     pub expired: u64,
     /// Stored, and deleted by key or prefix.
     pub deleted: u64,
-    /// Damaged, of an executor that has died, or in a directory that was lost.
+    /// Damaged, in an executor that has died, or in a lost directory.
     pub out_of_service: u64,
-    /// Never stored, as far as the store remembers.
+    /// Never stored, according to the memory of the store.
     pub never_stored: u64,
-    /// Of a match: they are here, behind a block that is not.
+    /// For a match: present, after a missing block.
     pub cut_off: u64,
 }
 
 impl Missing {
-    /// Each reason that there is, with its blocks, in words.
+    /// The reasons with at least one block, as text.
     pub fn told(&self) -> impl Iterator<Item = (u64, &'static str)> {
         let Self { evicted, expired, deleted, out_of_service, never_stored, cut_off } = *self;
         let all = [
@@ -173,18 +174,18 @@ impl AddAssign for Missing {
     }
 }
 
-/// What a match found.
+/// The result of a match.
 #[derive(Clone, PartialEq, Debug)]
 pub struct MatchReply {
-    /// The prefix that can be restored, what that costs, and what is there of each group and coordinate.
+    /// The prefix that can be restored, its cost, and the present blocks of each group and coordinate.
     pub usable: UsablePrefix,
-    /// Blocks behind the usable prefix whose put is in flight: ask again soon.
+    /// Blocks after the usable prefix with a put in progress: repeat the match soon.
     pub pending: u32,
-    /// Why the others behind the usable prefix cannot be used.
+    /// The reasons why the other blocks after the usable prefix cannot be used.
     pub missing: Missing,
-    /// The lease on the usable prefix, if one was asked for and there is anything to hold.
+    /// The lease on the usable prefix, if the request asked for a lease and there is a block to hold.
     pub lease: Option<LeaseId>,
-    /// The plan, if one was asked for and the store knows what its reads take. A lease holds all of the usable prefix,
-    /// whatever the plan uses of it.
+    /// The plan, if the request asked for a plan and the store knows the times of its reads. A lease holds the complete usable prefix, even
+    /// if the plan uses less.
     pub plan: Option<Box<Planned>>,
 }

@@ -1,7 +1,6 @@
-//! What a store does for its callers: one small trait, and the requests and answers of its methods.
+//! The interface of a store: one small trait, and the requests and answers of its methods.
 //!
-//! Guarantees first; the engine, the reference model and every client implement the same trait and pass the same
-//! conformance suite.
+//! The engine, the reference model and every client implement this trait and pass the same conformance suite.
 
 pub mod by_layers;
 pub mod delete;
@@ -50,35 +49,33 @@ use crate::ticket::{Ticket, ticket};
 
 /// A store of KV-cache blocks.
 ///
-/// Whatever is read is exactly what one producer put under that key and identity, or it is a typed miss or error:
-/// never other bytes, never a mix. Methods may be called from any thread and never wait for a device; what takes
-/// time answers through a ticket or a stream.
+/// A read returns exactly the bytes that one producer put under this key and identity, or a typed miss or error: never other bytes, and
+/// never a mix. Any thread may call a method, and no method waits for a device; longer operations answer with a ticket or a stream.
 pub trait KvStore: Send + Sync {
-    /// Makes a namespace known, for as long as the store is open; its identity is on disk, durably, before or
-    /// with the first block that needs it. Registering the same identity again gives the same namespace.
+    /// Registers a namespace for as long as the store is open. Its identity is on disk, durably, before or with the first block that needs
+    /// it. A second registration of the same identity returns the same namespace.
     fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error>;
 
-    /// Stores the blocks that are missing. Each block answers for itself: when `Stored` or `AlreadyThere` is
-    /// answered it is as durable as was asked; whatever else is answered, nothing of it is visible. The first put
-    /// of a key wins; its bytes are never mixed with another's. Dropping the ticket cancels what has not begun.
+    /// Stores the missing blocks. Each block has its own outcome: with `Stored` or `AlreadyThere` the block is as durable as requested;
+    /// with any other outcome no part of the block is visible. The first put of a key wins, and its bytes are never mixed with another
+    /// put's bytes. Dropping the ticket cancels the work that has not begun.
     fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>>;
 
-    /// The same for copies of blocks that were produced at this time, in milliseconds since 1970 ([`Life::produced_ms`]): where deletes
-    /// go by the times of productions, a copy is as old as what it is a copy of. A store that keeps no such times takes them as any
-    /// other blocks.
+    /// The same for copies of blocks that were produced at this time, in milliseconds since 1970 ([`Life::produced_ms`]). If deletes use
+    /// the times of productions, a copy is as old as its original. A store without production times handles the copies like any other
+    /// blocks.
     fn put_copies(&self, request: PutRequest, produced_ms: u64) -> Ticket<Result<PutReply, Error>> {
         let _ = produced_ms;
         self.put(request)
     }
 
-    /// Begins a put whose layers come one after the other, from memory that they use in turns
-    /// ([`Placed::gated_layers`]): each is written when it is offered, and all blocks become visible together when
-    /// the put is sealed, as [`KvStore::put`] says; nothing is visible before.
+    /// Begins a put of layers that arrive one after the other and share memory ([`Placed::gated_layers`]). The store writes each layer when
+    /// it is offered. All blocks become visible together when the put is sealed, as with [`KvStore::put`], and no block is visible before.
     ///
-    /// Refused, with nothing kept of it, where the blocks must be put whole instead, by [`KvStore::put`] from memory that holds all layers:
-    /// some of them are stored or are being put; they take less than a sixteenth of a segment, or more than one; too many such puts are
-    /// under way in their shard, or it has too few segments for one; or this store is in another process, as a client's is. One that gets no
-    /// segment by its deadline is refused with that.
+    /// The store refuses the put, and keeps none of it, if the blocks must be put whole with [`KvStore::put`] from memory that holds all
+    /// layers: if some blocks are stored or are being put; if the blocks need less than a sixteenth of a segment or more than one segment;
+    /// if too many such puts run in their shard, or the shard has too few segments; or if this store is in another process (a client). A
+    /// put that gets no segment by its deadline fails with [`Reason::DeadlinePassed`].
     fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
         drop(request);
         let (reply, answer) = ticket();
@@ -87,16 +84,15 @@ pub trait KvStore: Send + Sync {
         answer
     }
 
-    /// Says which prefix can be restored now, from memory alone. With a lease, nothing of the usable prefix is
-    /// evicted before the lease ends.
+    /// Returns the prefix that can be restored now, from memory alone. With a lease, no block of the usable prefix is evicted before the
+    /// lease ends.
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error>;
 
-    /// Says of each block whether it can be read now, from memory alone. With a lease, none of those that are here
-    /// is evicted before the lease ends.
+    /// Returns for each block whether it can be read now, from memory alone. With a lease, no present block is evicted before the lease
+    /// ends.
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error>;
 
-    /// As [`KvStore::contains`], for callers that cannot wait for a store that is elsewhere. Dropping the ticket leaves a lease
-    /// to end by itself.
+    /// As [`KvStore::contains`], for callers that must not wait for a remote store. If the ticket is dropped, a lease ends at its own time.
     fn look_up(
         &self,
         request: &ContainsRequest<'_>,
@@ -109,15 +105,15 @@ pub trait KvStore: Send + Sync {
         answer
     }
 
-    /// Ends a lease early; false if it had ended.
+    /// Ends a lease early. Returns false if the lease had ended.
     fn unlock(&self, lease: LeaseId) -> bool;
 
-    /// Makes a lease that is in force end `hold` from now, sooner or later than before. One that has ended is
-    /// refused with [`Reason::LeaseEnded`]: look the blocks up again.
+    /// Sets the end of a current lease to `hold` from now, earlier or later than before. Fails with [`Reason::LeaseEnded`] if the lease has
+    /// ended: look the blocks up again.
     fn renew(&self, lease: LeaseId, hold: Duration) -> Result<(), Error>;
 
-    /// Holds blocks against eviction and expiry until they are unpinned: [`KvStore::contains`] with a lease of
-    /// [`LeaseTerms::UNLIMITED`], or any other term. Pins and leases end with the process at the latest.
+    /// Holds blocks against eviction and expiry until they are unpinned: [`KvStore::contains`] with a lease of [`LeaseTerms::UNLIMITED`],
+    /// or of another term. Pins and leases end with the process at the latest.
     fn pin(
         &self,
         request: &ContainsRequest<'_>,
@@ -128,42 +124,41 @@ pub trait KvStore: Send + Sync {
         self.contains(&ContainsRequest { lease: Some(request.lease.unwrap_or(terms)), ..request.clone() })
     }
 
-    /// Ends a pin; false if it had ended.
+    /// Ends a pin. Returns false if the pin had ended.
     fn unpin(&self, pin: LeaseId) -> bool {
         self.unlock(pin)
     }
 
-    /// Deletes blocks, leased or not. From the call on they are not found; once the ticket says that they are
-    /// deleted, no crash, recovery, compaction or late put brings them back. A put that is under way when it meets
-    /// the delete is refused with [`Reason::Deleted`]; one that begins after the
-    /// answer is kept. Reads under way deliver what they had found. A lease on a deleted block holds nothing more
-    /// of it, but counts against its tenant's cap until it ends. The space comes back with the segment's reclaim.
+    /// Deletes blocks, leased or not. No look-up finds them after the call. When the ticket reports them deleted, no crash, recovery,
+    /// compaction or late put brings them back. A put that runs at the same time as the delete fails with [`Reason::Deleted`]; a put that
+    /// begins after the answer is kept. Reads in progress deliver the blocks that they had found. A lease on a deleted block holds none of
+    /// its bytes, but counts against its tenant's cap until the lease ends. The space becomes free when the segment is reclaimed.
     fn delete(&self, request: DeleteRequest) -> Ticket<Result<DeleteReply, Error>>;
 
-    /// Changes how long blocks may live, from memory alone. A crash may forget the change until the next
-    /// checkpoint, and a restart takes the longest time of blocks that lie in one record: set it again after a
-    /// restart where it matters. A shorter time that is over by then may be forgotten with its block, which is back until
-    /// the time of its put. A lease holds a block past its time.
+    /// Changes the time to live of blocks, from memory alone. A crash before the next checkpoint may undo the change. After a restart all
+    /// blocks of one record have the longest time among them, so set the time again after a restart if it matters. If a restart forgets a
+    /// shorter time that has passed, the expired block returns with the time to live of its put. A lease holds a block beyond its time to
+    /// live.
     fn set_ttl(&self, request: &TtlRequest<'_>) -> Result<TtlReply, Error>;
 
-    /// Sets how long blocks of a namespace may live whose put does not say: those of puts that begin from now on.
-    /// `None` leaves it to eviction. Like the registration it holds for as long as the store is open.
+    /// Sets the default time to live of a namespace, for puts without their own time that begin from now on. `None` leaves the blocks to
+    /// eviction. Like the registration, the default lasts as long as the store is open.
     fn set_default_ttl(&self, namespace: NamespaceId, ttl: Option<Duration>) -> Result<(), Error>;
 
-    /// What happens to blocks from now on, or from a point that an earlier event or snapshot named. Nothing is
-    /// missing between two events of a subscription: a subscriber that is too slow, or resumes where the store remembers
-    /// nothing any more, is told [`Gap`] and takes a snapshot. No reader slows the store.
+    /// Subscribes to the events of blocks from now on, or from the point named by an earlier event or snapshot. No event is missing between
+    /// two events of a subscription: a subscriber that is too slow, or that resumes at a point that the store no longer remembers, receives
+    /// a [`Gap`] and must take a snapshot. No reader slows the store.
     fn subscribe(&self, from: Option<Sequence>) -> Subscription;
 
-    /// A page of what is here now; the first with `None`, the next with the cursor of the one before. All pages
-    /// together, changed by every event since [`SnapshotPage::sequence`], are the content.
+    /// Returns a page of the present content: the first page with `None`, the next pages with the cursor of the previous page. The content
+    /// is all pages together, changed by every event since [`SnapshotPage::sequence`].
     fn snapshot(&self, cursor: Option<SnapshotCursor>) -> Ticket<Result<SnapshotPage, Error>>;
 
-    /// Reads blocks into the caller's memory. What is announced is complete and verified, and it stays so; the
-    /// destinations must be left alone until the stream has ended.
+    /// Reads blocks into the caller's memory. Announced bytes are complete and verified, and stay so. The caller must not use the
+    /// destinations until the stream has ended.
     fn read(&self, request: ReadRequest) -> Result<ReadStream, Error>;
 
-    /// Where the tiles of a [`TiledRead`] of these blocks come from. A store that has none refuses.
+    /// Returns the source of the tiles of a [`TiledRead`] of these blocks. A store without such a source refuses.
     fn tiles(&self, request: TiledRequest) -> Result<Box<dyn TileSource>, Error> {
         let _ = request;
         let why = "tiled reads are supported only by a store in this process: stage the blocks in a pool, and copy \

@@ -1,4 +1,4 @@
-//! Which production of each block several reads of it are about.
+//! The production of each block that several reads must share.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -9,34 +9,34 @@ use kvarts_layout::OriginId;
 use crate::clock::Nanos;
 use crate::sync::{Mutex, MutexGuard};
 
-/// How long a production lives: a copy of it ends no later.
+/// The lifetime of a production: a copy of it ends no later.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Life {
-    /// When it was first stored anywhere, in milliseconds since 1970. A delete takes the
-    /// productions before its time, and a later one lives.
+    /// The time of its first storage on any node, in milliseconds since 1970. A delete removes the productions before its time, and keeps
+    /// later ones.
     pub produced_ms: u64,
-    /// When it ends, by the clock of this process; none: never by itself.
+    /// The time of its end, by the clock of this process; `None` if it has no end of its own.
     pub ends: Option<Nanos>,
 }
 
 impl Life {
-    /// What is known of one production from two places, each of which keeps it no longer than it lives: the later end.
+    /// Combines the lifetimes of one production from two places, neither of which keeps it longer than it lives: the later end counts.
     #[must_use]
     pub fn with(self, other: Self) -> Self {
         let ends = self.ends.zip(other.ends).map(|(one, other)| one.max(other));
         Self { produced_ms: self.produced_ms.min(other.produced_ms), ends }
     }
 
-    /// The same, and it ends then at the latest.
+    /// The same lifetime, with an end at `end` or before.
     #[must_use]
     pub fn until(self, end: Nanos) -> Self {
         Self { ends: Some(self.ends.map_or(end, |own| own.min(end))), ..self }
     }
 }
 
-/// What reads share that together are one: of each block they give bytes of one production only, the first that any of
-/// them met, or a miss. Without it a block that is taken out and put again by another producer between two reads would be
-/// a mix, each part of it as it was put.
+/// The state shared by reads that together form one read. For each block they return bytes of one production only, the first production
+/// that any of them finds, or a miss. Without this state, a block that is removed and put again by another producer between two reads would
+/// be a mix of both productions.
 #[derive(Debug)]
 pub struct Origins(Mutex<State>);
 
@@ -66,40 +66,40 @@ impl Origins {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Of `blocks` blocks, whichever production of each is met first.
+    /// A state for `blocks` blocks, which admits the first production found of each block.
     pub fn any(blocks: usize) -> Arc<Self> {
         Self::new(vec![Met::default(); blocks])
     }
 
-    /// Of blocks of which some were met before.
+    /// A state for blocks of which the productions of some are known.
     pub fn of(met: Vec<Option<OriginId>>) -> Arc<Self> {
         let met = met.into_iter().map(|origin| Met { origin, life: None, read: origin.is_some() });
         Self::new(met.collect())
     }
 
-    /// How many blocks there are.
+    /// The number of blocks.
     pub fn len(&self) -> usize {
         self.lock().met.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no blocks.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// What was met so far.
+    /// The productions found so far.
     pub fn met(&self) -> Vec<Option<OriginId>> {
         self.lock().met.iter().map(|met| met.origin).collect()
     }
 
-    /// Whether it is known of all these blocks which production is wanted.
+    /// Whether the production of each of these blocks is known.
     pub fn knows(&self, mut blocks: Range<usize>) -> bool {
         let state = self.lock();
         blocks.all(|block| state.met.get(block).is_some_and(|met| met.origin.is_some()))
     }
 
-    /// Whether bytes of this production of a block may be given: notes it if it is the first. No bytes of a block that
-    /// there is not.
+    /// Whether the reads may return bytes of this production of a block. Records the production if it is the first. False for a block
+    /// outside the state.
     pub fn admit(&self, block: usize, origin: OriginId) -> bool {
         let mut state = self.lock();
         if state.given_up.contains(&(block, origin)) {
@@ -108,7 +108,7 @@ impl Origins {
         state.met.get_mut(block).is_some_and(|met| *met.origin.get_or_insert(origin) == origin)
     }
 
-    /// The same, from where it is known how long the production lives.
+    /// The same, for a source that knows the lifetime of the production.
     pub fn admit_living(&self, block: usize, origin: OriginId, life: Life) -> bool {
         let mut state = self.lock();
         if state.given_up.contains(&(block, origin)) {
@@ -122,13 +122,13 @@ impl Origins {
         is_it
     }
 
-    /// How long the production of each block lives that was met; nothing where no place that gave of it has said so.
+    /// The lifetime of the production of each block; `None` if no source has reported it.
     pub fn lives(&self) -> Vec<Option<Life>> {
         self.lock().met.iter().map(|met| met.life).collect()
     }
 
-    /// The production of a block that was met is not to be had any more, and nothing of it was announced: the next one that is
-    /// met counts, and this one is not admitted again. False if none was met.
+    /// Gives up the production of a block that can no longer be read, if none of its bytes was announced: the next production found counts,
+    /// and this production is not admitted again. False if no production was recorded.
     pub fn give_up(&self, block: usize) -> bool {
         let mut state = self.lock();
         let lost = state.met.get_mut(block).and_then(|met| {
@@ -138,7 +138,7 @@ impl Origins {
         lost.is_some_and(|origin| state.given_up.insert((block, origin)))
     }
 
-    /// How many of some blocks are delivered now for the first time.
+    /// The number of these blocks that are delivered for the first time.
     pub fn delivered(&self, blocks: impl Iterator<Item = usize>) -> u64 {
         let mut state = self.lock();
         let mut first = 0;

@@ -1,7 +1,7 @@
-//! Where the blocks of a request lie in the caller's memory.
+//! The places of a request's blocks in the caller's memory.
 //!
-//! The same description serves as a source of puts and as a destination of reads. It is checked once, when it is
-//! made: afterwards every chunk has its place inside the memory given, and no two chunks share a byte.
+//! The same description is a source of puts and a destination of reads. It is checked when it is created: after that, every chunk has its
+//! place inside the given memory, and no two chunks share a byte.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -37,10 +37,9 @@ struct Memory {
 }
 
 impl Placed {
-    /// A paged pool, as engines have them: for each chunk of the shape in canonical (layer, part) order, the
-    /// memory it is in, the offset of slot zero and the distance between slots; and a slot for each block. K and
-    /// V may be apart or fused, pages may lie anywhere in the memories. A read needs a target for the chunks of the
-    /// layers that it wants, a put for all.
+    /// A paged pool of an engine. For each chunk of the shape in canonical (layer, part) order, `targets` gives the memory, the offset of
+    /// slot zero and the distance between slots; `slots` gives a slot for each block. K and V may be separate or fused, and pages may lie
+    /// anywhere in the memories. A read needs a target for the chunks of its layers, a put for all chunks.
     pub fn paged<T: Copy + Into<Option<PartTarget>>>(
         shape: &BlockShape,
         memory: Vec<SharedBuf>,
@@ -71,9 +70,9 @@ impl Placed {
         Self::checked(memory, Placement::canonical_blocks(shape, blocks, start))
     }
 
-    /// Whole blocks, each in a memory of its own of exactly its size, with its chunks in canonical order without padding; the
-    /// memories lie anywhere. One placement is for memories of one region that share no byte, and for as much of it as slot
-    /// numbers reach: gives several where it must, each with the places in `pages` of its blocks.
+    /// Whole blocks, each in a separate memory of exactly its size, with its chunks in canonical order without padding. The memories may
+    /// lie anywhere. One placement covers memories of one region that share no byte, within the range of slot numbers; the call therefore
+    /// returns one or more placements, each with the indexes in `pages` of its blocks.
     pub fn scattered(shape: &BlockShape, pages: &[SharedBuf]) -> Result<Vec<(Vec<u32>, Self)>, Reason> {
         for page in pages {
             expect_len(page, shape.block_bytes())?;
@@ -145,8 +144,8 @@ impl Placed {
         Ok(Some((Self::paged(shape, vec![whole], &targets, slots)?, count)))
     }
 
-    /// The same places, whose memory keeps `keeper` alive until the last user of it is gone, an operation under way among
-    /// them. What keeps it already goes first.
+    /// The same places. Their memory keeps `keeper` alive until its last user is gone, including operations in progress. Existing keepers
+    /// are released first.
     #[must_use]
     pub fn kept_by(self, keeper: &Arc<dyn Any + Send + Sync>) -> Self {
         let keep = |Memory { buf, shift }: &Memory| Memory {
@@ -156,7 +155,7 @@ impl Placed {
         Self { memory: self.memory.iter().map(keep).collect(), ..self }
     }
 
-    /// A tile of a read, in memory that has its bytes. Blocks count from zero.
+    /// A tile of a read, in memory of exactly its size. Blocks count from zero.
     pub fn tile(
         order: Order,
         shape: &BlockShape,
@@ -170,7 +169,7 @@ impl Placed {
         Self::checked(unchecked(vec![memory]), Placement::strided(shape, &targets, tile.block_count()))
     }
 
-    /// One buffer for each layer of the shape that has one: `[part][block]` inside, without padding.
+    /// One buffer for each layer of the shape that has a buffer, with the layout `[part][block]` and no padding.
     pub fn layers<B: Into<Option<SharedBuf>>>(
         shape: &BlockShape,
         layers: Vec<B>,
@@ -179,9 +178,10 @@ impl Placed {
         Self::layer_buffers(shape, layers, blocks, shifted)
     }
 
-    /// As [`Placed::layers`], but the buffers of different layers may share bytes. For puts by layers alone
-    /// ([`KvStore::put_layers`](super::KvStore::put_layers)): a layer is read when it is offered, which opens the gate (`StepGate::new(0)`) for
-    /// it. Where the put may be refused, give each layer memory of its own: then the blocks can be put whole.
+    /// As [`Placed::layers`], but buffers of different layers may share bytes. Only for puts by layers
+    /// ([`KvStore::put_layers`](super::KvStore::put_layers)): the store reads a layer when it is offered, which opens the gate
+    /// (`StepGate::new(0)`) for the layer. If the store may refuse the put, give each layer separate memory, so that the blocks can be put
+    /// whole.
     pub fn gated_layers<B: Into<Option<SharedBuf>>>(
         shape: &BlockShape,
         layers: Vec<B>,
@@ -229,8 +229,8 @@ impl Placed {
         Ok(Self { memory: memory.into(), places: Arc::new(places), gate: None, digests: None })
     }
 
-    /// The places of some of the blocks: block `i` of the result lies where `ordinals[i]` lies here. An ordinal
-    /// that has no place, or stands twice, is refused. Digests are left behind: they count by the whole.
+    /// The places of some of the blocks: block `i` of the result has the place of block `ordinals[i]`. Fails if an ordinal has no place or
+    /// occurs twice. The result has no digests, because they count by the whole.
     pub fn select(&self, ordinals: &[u32]) -> Result<Self, Reason> {
         if ordinals.iter().any(|&ordinal| ordinal >= self.block_count()) {
             return Err(Reason::OutOfBounds);
@@ -239,8 +239,8 @@ impl Placed {
         Ok(Self { memory: Arc::clone(&self.memory), places, gate: self.gate.clone(), digests: None })
     }
 
-    /// The same places, and a table in which a read leaves the digest of each chunk before it is announced. A put takes from it what
-    /// its caller has digested already; bytes that are others by then are damaged ones on disk.
+    /// The same places with a table for digests. A read writes the digest of each chunk into it before the chunk is announced. A put takes
+    /// the digests that its caller has computed from it; if the bytes have changed since, they count as damaged on disk.
     #[must_use]
     pub fn with_digests(self, digests: Digests) -> Self {
         Self { digests: Some(digests), ..self }
@@ -251,12 +251,12 @@ impl Placed {
         self.digests.as_ref()
     }
 
-    /// The memories, in the order in which they were given.
+    /// The memories, in the given order.
     pub fn memories(&self) -> impl ExactSizeIterator<Item = &SharedBuf> {
         self.memory.iter().map(|memory| &memory.buf)
     }
 
-    /// Where the chunks of a part lie, counted from the first byte of its memory as it was given.
+    /// The places of the chunks of a part, relative to the first byte of the given memory.
     pub fn target(&self, part: u32) -> Option<PartTarget> {
         let target = self.places.target(part)?;
         let shift = self.memory.get(target.memory.0 as usize)?.shift;
@@ -268,29 +268,29 @@ impl Placed {
         (0..self.block_count()).filter_map(|block| self.places.slot_of(block))
     }
 
-    /// The gate of layers that share memory, if they do.
+    /// The gate, if layers share memory.
     pub fn gate(&self) -> Option<&StepGate> {
         self.gate.as_ref()
     }
 
-    /// Blocks that have a place.
+    /// The number of blocks.
     pub fn block_count(&self) -> u32 {
         self.places.blocks()
     }
 
-    /// The places, as plans take them.
+    /// The places, in the form that plans use.
     pub fn places(&self) -> &Arc<Placement> {
         &self.places
     }
 
-    /// The memory at an address of the plan, to be kept.
+    /// The memory at an address of the plan, as an owner.
     pub fn slice(&self, at: Address, len: u64) -> Option<SharedBuf> {
         let (memory, offset) = self.find(at, len)?;
         memory.slice(offset, usize::try_from(len).ok()?)
     }
 
-    /// The same to be looked at or written to now: the memory, and where in it `len` bytes begin there. It counts no owner, so
-    /// that executors which do this for every piece share no cache line.
+    /// The same, for an immediate access: the memory, and the offset at which `len` bytes begin. It adds no owner, so executors that call
+    /// it for every piece share no cache line.
     pub fn find(&self, at: Address, len: u64) -> Option<(&SharedBuf, usize)> {
         let memory = self.memory.get(at.memory.0 as usize)?;
         let offset = usize::try_from(at.offset.checked_sub(memory.shift)?).ok()?;
@@ -308,7 +308,7 @@ impl Placed {
         self.memory.iter().all(|memory| memory.shift == 0)
     }
 
-    /// Copies a piece of a payload to `at` in `to`; `None` if it has no place there, or here.
+    /// Copies a piece of a payload to `at` in `to`. `None` if the piece has no place there or here.
     pub fn fill(&self, piece: &WritePiece, to: &mut BufMut, at: usize) -> Option<()> {
         let len = usize::try_from(piece.len).ok()?;
         if at.checked_add(len)? > to.len() {
@@ -321,7 +321,7 @@ impl Placed {
         Some(())
     }
 
-    /// The same places without any memory, as no constructor makes them: for tests of stores.
+    /// The same places without memory, which no constructor creates: for tests of stores.
     #[doc(hidden)]
     #[must_use]
     pub fn without_memory(self) -> Self {

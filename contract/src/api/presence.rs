@@ -1,10 +1,10 @@
-//! Asking which of many blocks are here, one by one, without touching a device.
+//! Look-ups of many single blocks, without access to a device.
 
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
 use super::lookup::{LeaseId, LeaseTerms, Missing};
 
-/// Blocks of one group and coordinate, in any order; a key may stand more than once.
+/// Blocks of one group and coordinate, in any order; a key may occur more than once.
 #[derive(Clone, Debug)]
 pub struct ContainsRequest<'a> {
     /// A registered namespace.
@@ -13,33 +13,33 @@ pub struct ContainsRequest<'a> {
     pub group: Group,
     /// The coordinate of all blocks.
     pub coordinate: Coordinate,
-    /// The blocks that are asked for.
+    /// The keys of the blocks.
     pub keys: &'a [BlockKey],
-    /// Whether those that are here are to be held against eviction.
+    /// The terms of a lease on the present blocks; `None` for no lease.
     pub lease: Option<LeaseTerms>,
 }
 
-/// What is known of one block.
+/// The state of one block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Presence {
-    /// It can be read.
+    /// The block can be read.
     Here,
-    /// A put of it is in flight: ask again soon.
+    /// A put of the block is in progress: repeat the look-up soon.
     Pending,
-    /// It cannot be read.
+    /// The block cannot be read.
     Absent,
 }
 
-/// What is known of each block, in the order of the request.
+/// The state of each block, in the order of the request.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ContainsReply {
     /// One answer for each key.
     pub presence: Vec<Presence>,
-    /// Why those that are `Absent` are.
+    /// The reasons for the blocks that are `Absent`.
     pub missing: Missing,
-    /// The lease on all blocks that are `Here`, if one was asked for and there is any.
+    /// The lease on all blocks that are `Here`, if the request asked for a lease and there is such a block.
     pub lease: Option<LeaseId>,
-    /// Another number whenever a delete in the namespace was acknowledged since, or the store was opened again: blocks that were read while it
-    /// was the same were not deleted between. 0: not known.
+    /// A number that changes when a delete in the namespace is acknowledged or the store is opened again. Blocks that were read while the
+    /// number stayed the same were not deleted in between. 0 means unknown.
     pub deletes: u64,
 }

@@ -1,4 +1,4 @@
-//! The progress of a read, and what is said when it ends: the same for every source and every reader.
+//! The progress and the end of a read: the same for every source and every reader.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::{Order, ReadEnd};
 use crate::error::Reason;
 
-/// What of a read is complete, and which of its blocks failed.
+/// The complete part of a read, and its failed blocks.
 #[derive(Clone, Debug)]
 pub struct ReadProgress {
     order: Order,
@@ -24,14 +24,14 @@ pub struct ReadProgress {
 }
 
 impl ReadProgress {
-    /// Nothing yet of a read of `blocks` blocks.
+    /// The progress of a read of `blocks` blocks that has delivered nothing.
     pub fn new(order: Order, blocks: u32, layers: Range<u32>) -> Self {
         let most = if order == Order::Blocks { blocks as usize } else { 0 };
         let (blocks_done, failures) = (Vec::with_capacity(most), BTreeMap::new());
         Self { order, blocks, layers, good: blocks, layers_done: 0, blocks_done, failures }
     }
 
-    /// In which order it is delivered.
+    /// The order of delivery.
     pub fn order(&self) -> Order {
         self.order
     }
@@ -51,7 +51,7 @@ impl ReadProgress {
         self.layers_done
     }
 
-    /// In block order: whether a block is complete.
+    /// In block order: whether this block is complete.
     pub fn is_block_done(&self, block: u32) -> bool {
         self.blocks_done.binary_search(&block).is_ok()
     }
@@ -64,18 +64,18 @@ impl ReadProgress {
         }
     }
 
-    /// At most this many leading blocks are good.
+    /// Limits the number of good leading blocks.
     pub fn keep_leading(&mut self, blocks: u32) {
         self.good = self.good.min(blocks);
     }
 
-    /// The next layer of all blocks that are good is complete.
+    /// Records that the next layer of all good blocks is complete.
     pub fn layer_done(&mut self) {
         self.layers_done = self.layers_done.saturating_add(1).min(self.layers.len() as u32);
     }
 
-    /// A block is complete. False, and nothing is noted, if one behind it was complete before: they come in the order of
-    /// the request.
+    /// Records that a block is complete. False, and nothing is recorded, if a later block was complete before: blocks arrive in the order
+    /// of the request.
     pub fn block_done(&mut self, block: u32) -> bool {
         let follows = block < self.blocks && self.blocks_done.last().is_none_or(|last| *last < block);
         if follows {
@@ -84,7 +84,7 @@ impl ReadProgress {
         follows
     }
 
-    /// The first block that failed so far, and why.
+    /// The first failed block so far, and its reason.
     pub fn first_failure(&self) -> Option<(u32, Reason)> {
         self.failures.first_key_value().map(|(block, reason)| (*block, reason.clone()))
     }
@@ -94,14 +94,14 @@ impl ReadProgress {
         self.failures.contains_key(&block)
     }
 
-    /// A block failed, and with it those behind it are no leading ones. The first reason stays.
+    /// Records that a block failed, so that later blocks are not leading blocks. The first reason stays.
     pub fn fail(&mut self, block: u32, reason: Reason) {
         self.keep_leading(block);
         self.failures.entry(block).or_insert(reason);
     }
 
-    /// How a read ended that came to its end, or to an early one at its deadline or for want of something: what was
-    /// found of each block stays said. `early` is why.
+    /// The end of a read that reached its end, or that ended early because of its deadline or a missing resource (`early` is the reason):
+    /// the results of each block so far stay.
     pub fn end(&self, early: Option<&Reason>) -> ReadEnd {
         let mut failures = self.failures.clone();
         let all = early.is_none() || self.order == Order::Blocks;
@@ -120,7 +120,7 @@ impl ReadProgress {
         }
     }
 
-    /// How a read ended that was broken off: what was announced is good, and nothing else is.
+    /// The end of an interrupted read: announced bytes are good, and no others.
     pub fn broken(&self, reason: &Reason) -> ReadEnd {
         let leading = (0u32..).zip(&self.blocks_done).take_while(|(at, block)| at == *block).count() as u32;
         let (usable_blocks, usable_layers) = match (self.order, self.layers_done) {

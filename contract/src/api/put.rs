@@ -1,4 +1,4 @@
-//! Putting blocks: what is asked, and what is answered for each block.
+//! Puts of blocks: the request, and the outcome for each block.
 
 use std::time::Duration;
 
@@ -8,22 +8,22 @@ use super::Placed;
 use crate::clock::Nanos;
 use crate::error::Reason;
 
-/// The most blocks one request may have.
+/// The maximum number of blocks of a request.
 pub const MAX_REQUEST_BLOCKS: usize = 1 << 16;
 
-/// What stands before the first block of a request.
+/// The predecessor of the first block of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Parent {
-    /// Nothing: the run begins a prompt.
+    /// None: the run begins a prompt.
     Root,
     /// The block under this key, in the same namespace.
     Key(BlockKey),
-    /// The engine does not say (flat pages): the blocks need not follow each other.
+    /// Unknown (flat pages): the blocks need not follow each other.
     Unknown,
 }
 
 impl Parent {
-    /// What stands before a part of a run that has this parent, if the block with this key stands before the part.
+    /// The parent of a part of a run with this parent; `before` is the key of the block before the part, if there is one.
     #[must_use]
     pub fn behind(self, before: Option<&BlockKey>) -> Self {
         match (self, before) {
@@ -37,14 +37,14 @@ impl Parent {
 /// When a put is acknowledged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Durability {
-    /// When data and header have been flushed: the block survives a power cut.
+    /// When data and header are flushed: the block survives a power failure.
     #[default]
     Durable,
-    /// When they are written: after a power cut the block is wholly there or wholly absent.
+    /// When data and header are written: after a power failure the block is completely present or completely absent.
     Relaxed,
 }
 
-/// Blocks to be stored: a run of consecutive blocks of one group and coordinate, or unrelated pages.
+/// Blocks to store: a run of consecutive blocks of one group and coordinate, or unrelated pages.
 #[derive(Clone, Debug)]
 pub struct PutRequest {
     /// A registered namespace.
@@ -53,30 +53,29 @@ pub struct PutRequest {
     pub group: Group,
     /// The coordinate of all blocks.
     pub coordinate: Coordinate,
-    /// What stands before the first block.
+    /// The predecessor of the first block.
     pub parent: Parent,
-    /// How many blocks of the prompt stand before the first, if known.
+    /// The number of blocks of the prompt before the first block, if known.
     pub first_block: Option<u32>,
     /// One key for each block, in the order of the prompt.
     pub keys: Vec<BlockKey>,
-    /// Where the bytes are. They must not change until the put is answered.
+    /// The places of the bytes. The bytes must not change until the put is answered.
     pub from: Placed,
     /// The layout on disk; `None` lets the store choose.
     pub layout: Option<Layout>,
     /// When the put is acknowledged.
     pub durability: Durability,
-    /// How long the blocks may live; `None` leaves it to eviction.
+    /// The time to live of the blocks; `None` leaves them to eviction.
     pub expires_after: Option<Duration>,
-    /// The origin of each block where it was first produced elsewhere (a peer, an import); otherwise the store
-    /// draws new ones.
+    /// The origin of each block that was first produced elsewhere (a peer, an import). With `None` the store generates new origins.
     pub origins: Option<Vec<OriginId>>,
-    /// When the caller stops waiting, by the clock of the store (`Store::clock`, `Client::clock`): other clocks count from elsewhere.
+    /// When the caller stops waiting, by the clock of the store (`Store::clock`, `Client::clock`): other clocks have other zero points.
     pub deadline: Option<Nanos>,
 }
 
 impl PutRequest {
-    /// A durable put of blocks whose parent is unknown: a delete of a prefix does not reach them. For blocks of a prompt see
-    /// [`PutRequest::prompt`]; other fields can be changed afterwards.
+    /// A durable put of blocks with an unknown parent, which a delete of a prefix does not reach. For blocks of a prompt use
+    /// [`PutRequest::prompt`]. The caller may change the other fields.
     pub fn new(
         namespace: NamespaceId,
         group: Group,
@@ -100,8 +99,8 @@ impl PutRequest {
         }
     }
 
-    /// A durable put of the first blocks of a prompt, in order from its beginning: a delete of the prefix that ends at one of them also
-    /// deletes those behind it. Blocks of the rest of a prompt have `parent` and `first_block` set.
+    /// A durable put of the first blocks of a prompt, in order from its beginning. A delete of the prefix that ends at one of these blocks
+    /// also deletes the blocks after it. For later blocks of a prompt set `parent` and `first_block`.
     pub fn prompt(
         namespace: NamespaceId,
         group: Group,
@@ -114,20 +113,19 @@ impl PutRequest {
     }
 }
 
-/// What became of one block.
+/// The outcome for one block.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum BlockOutcome {
-    /// It was written, and is as durable as was asked.
+    /// The block was written, and is as durable as requested.
     Stored,
-    /// It was here already, and is as durable as was asked. The bytes given were not looked at: the first put of
-    /// a key wins.
+    /// The block was stored before, and is as durable as requested. The store did not look at the new bytes: the first put of a key wins.
     AlreadyThere,
-    /// Another put of the same key has not finished; this one wrote nothing. The key is `pending` to lookups.
+    /// Another put of the same key has not ended, and this put wrote nothing. Look-ups report the key as `pending`.
     InFlight,
-    /// Another node of the cluster is said to have it, and it was not written here. Nothing is promised of how long that node keeps
-    /// it, nor how durable it is there: a caller that needs the block here puts it to a store that keeps its own.
+    /// Another node of the cluster is recorded as a holder, and the block was not written here. There is no guarantee of how long that node
+    /// keeps the block, or of its durability there: a caller that needs the block here must put it to a store that keeps its own blocks.
     HeldElsewhere,
-    /// It was not stored, and nothing of it is visible.
+    /// The block was not stored, and no part of it is visible.
     Refused(Reason),
 }
 

@@ -1,4 +1,4 @@
-//! Reading blocks: what is asked, and the stream of what has arrived.
+//! Reads of blocks: the request, and the stream of arrived data.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -15,24 +15,23 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::ticket::Abandoned;
 use crate::{class::Class, clock::Nanos};
 
-/// A read of at most this many bytes goes before larger ones of the foreground.
+/// Foreground reads of at most this number of bytes are served before larger ones.
 pub const SMALL_READ_BYTES: u64 = 256 << 10;
 
-/// How much of what is read is compared with its digests.
+/// The share of the bytes that a read verifies with their digests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Verify {
-    /// Every chunk. The default: it costs about 0.04 CPU seconds a GiB.
+    /// Every chunk. This is the default, and costs about 0.04 CPU seconds per GiB.
     #[default]
     Always,
     /// Each chunk with this probability, in thousandths.
     Sample(u16),
-    /// None: damaged bytes are served as they are.
+    /// No chunk: damaged bytes are delivered as they are.
     Never,
 }
 
 impl Verify {
-    /// Whether the next chunk is to be compared. Sampling walks a generator of its own, whose state the caller seeds once a
-    /// read.
+    /// Whether to verify the next chunk. Sampling advances its own generator, whose state the caller seeds once for each read.
     pub fn picks(self, state: &mut u64) -> bool {
         match self {
             Self::Always => true,
@@ -46,7 +45,7 @@ impl Verify {
     }
 }
 
-/// The layers of blocks of this shape that are wanted, all if none are named, or why they are not there.
+/// The wanted layers of blocks of this shape, all layers if `wanted` is `None`, or the reason why the shape does not have them.
 pub fn wanted_layers(wanted: Option<&Range<u32>>, shape: &BlockShape) -> Result<Range<u32>, Reason> {
     let count = shape.layers().len() as u32;
     match wanted {
@@ -57,7 +56,7 @@ pub fn wanted_layers(wanted: Option<&Range<u32>>, shape: &BlockShape) -> Result<
     }
 }
 
-/// Blocks to be read into the caller's memory.
+/// A read of blocks into the caller's memory.
 #[derive(Clone, Debug)]
 pub struct ReadRequest {
     /// A registered namespace.
@@ -66,26 +65,25 @@ pub struct ReadRequest {
     pub group: Group,
     /// The coordinate of all blocks.
     pub coordinate: Coordinate,
-    /// The blocks wanted.
+    /// The keys of the wanted blocks.
     pub keys: Vec<BlockKey>,
-    /// Which layers of the shape, counted among the layers that this group has; `None` for all. To read the layers of
-    /// blocks one after the other use a [`TiledRead`](super::TiledRead): between two reads blocks may be replaced.
+    /// The layers, counted among the layers of this group; `None` for all. To read the layers of blocks one after the other, use a
+    /// [`TiledRead`](super::TiledRead): blocks may be replaced between two reads.
     pub layers: Option<Range<u32>>,
-    /// In which order they are delivered.
+    /// The order of delivery.
     pub order: Order,
-    /// Where they are wanted. Layers that are not read need no place.
+    /// The places for the blocks. Layers that are not read need no place.
     pub into: Placed,
-    /// How much is compared with digests.
+    /// The share of bytes to verify.
     pub verify: Verify,
-    /// What the read is for. In [`Class::Background`] it does not count as a use of the blocks: they stay as cold as
-    /// they were.
+    /// The class of the read. A read in [`Class::Background`] does not count as a use of its blocks, which stay as cold as before.
     pub class: Class,
-    /// When the caller stops waiting, by the clock of the store: what has arrived by then is what it gets.
+    /// When the caller stops waiting, by the clock of the store. The read then returns the data that has arrived.
     pub deadline: Option<Nanos>,
 }
 
 impl ReadRequest {
-    /// A read of all layers of these blocks, in the order of the layers, with every byte verified; change what else is wanted.
+    /// A read of all layers of these blocks, in the order of the layers, with every byte verified. The caller may change the other fields.
     pub fn new(
         namespace: NamespaceId,
         group: Group,
@@ -108,40 +106,39 @@ impl ReadRequest {
     }
 }
 
-/// Something that arrived.
+/// An event of a read.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum ReadEvent {
-    /// This layer (counted as in the request) of the first `blocks` blocks is complete and verified in the
-    /// caller's memory. Layers come in order.
+    /// This layer (counted as in the request) of the first `blocks` blocks is complete and verified in the caller's memory. Layers arrive
+    /// in order.
     Layer {
-        /// Which layer of the shape.
+        /// The layer of the shape.
         layer: u32,
-        /// How many leading blocks of the request are good so far.
+        /// The number of good leading blocks of the request so far.
         blocks: u32,
     },
-    /// This block of the request is complete and verified in the caller's memory. Blocks come in order; one that
-    /// failed is passed over.
+    /// This block of the request is complete and verified in the caller's memory. Blocks arrive in order; failed blocks are skipped.
     Block(u32),
-    /// Nothing more will be delivered.
+    /// The read delivers nothing more.
     End(ReadEnd),
     /// After an end with `held_bytes`: no device writes to the caller's memory any more.
     Released,
 }
 
-/// How a read ended: the first `usable_layers` wanted layers of the first `usable_blocks` blocks are complete and
-/// verified in the caller's memory.
+/// The end of a read: the first `usable_layers` wanted layers of the first `usable_blocks` blocks are complete and verified in the caller's
+/// memory.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ReadEnd {
-    /// Leading blocks that are good.
+    /// The number of good leading blocks.
     pub usable_blocks: u32,
-    /// Leading layers that were delivered: all of them unless the deadline passed first.
+    /// The number of delivered leading layers: all layers, unless the deadline passed first.
     pub usable_layers: u32,
-    /// Blocks that failed, with the reason, in the order of the request. In block order, blocks behind a failed
-    /// one may be good: each that is was announced. In layer order, blocks behind the first failed one are not read; those of them
-    /// that a source knows to be absent are listed, and others may be absent, too.
+    /// Failed blocks with their reasons, in the order of the request. In block order, blocks after a failed block may be good, and each
+    /// good block was announced. In layer order, blocks after the first failed block are not read. The list then contains those of them
+    /// that a source knows to be absent, and others may be absent, too.
     pub failures: Vec<(u32, Reason)>,
-    /// Zero, unless the deadline passed while the device was writing to this many bytes of the caller's memory:
-    /// it must not be used before [`ReadEvent::Released`].
+    /// Zero, unless the deadline passed while the device was writing to this number of bytes of the caller's memory. The caller must not
+    /// use that memory before [`ReadEvent::Released`].
     pub held_bytes: u64,
 }
 
@@ -222,27 +219,27 @@ impl Channel {
     }
 }
 
-/// A source of a read's events that must be polled on a thread of this process: a connection.
+/// A source of a read's events that a thread of this process must poll: a connection.
 pub trait Poller: Send + Sync {
-    /// Fetches on this thread, which may sleep, until `done`. Returns before if another thread fetches already, or if
-    /// nothing more will come.
+    /// Fetches events on this thread, which may sleep, until `done` returns true. Returns earlier if another thread is fetching, or if no
+    /// more events will arrive.
     fn fetch(&self, done: &mut dyn FnMut() -> bool);
 
-    /// A task waits that cannot fetch: has a thread fetch for it.
+    /// Lets a thread fetch for a task that waits and cannot fetch.
     fn attend(&self);
 }
 
-/// The events of one read, for the caller. Dropping it cancels the read: the store stops as soon as the
-/// device has let go of the caller's memory.
+/// The events of one read, for the caller. Dropping it cancels the read: the store stops as soon as the device no longer uses the caller's
+/// memory.
 pub struct ReadStream {
     channel: Arc<Channel>,
     bring: Option<Arc<dyn Poller>>,
 }
 
-/// The store's end of a [`ReadStream`]. Dropping it without an end ends the stream: with nothing usable.
+/// The store's end of a [`ReadStream`]. Dropping it without an end ends the stream without usable blocks.
 pub struct ReadSink(Arc<Channel>);
 
-/// Makes both ends.
+/// Creates both ends.
 pub fn read_channel() -> (ReadSink, ReadStream) {
     let channel = Arc::new(Channel::default());
     (ReadSink(Arc::clone(&channel)), ReadStream { channel, bring: None })
@@ -262,7 +259,7 @@ impl ReadSink {
         self.0.news(shared, waker);
     }
 
-    /// Says which leading block failed, before an event that counts fewer blocks for it.
+    /// Reports a failed leading block, before an event that counts fewer blocks because of it.
     pub fn note_failure(&self, ordinal: u32, reason: &Reason) {
         let mut shared = self.0.lock();
         if shared.failure.as_ref().is_none_or(|(known, _)| ordinal < *known) {
@@ -270,8 +267,8 @@ impl ReadSink {
         }
     }
 
-    /// Whether the caller waits without fetching: as a future, or as a queue that looks now and then. It may wait for the
-    /// memory as well, after the end: that is to be released without being asked for.
+    /// Whether the caller waits without fetching: as a future, or as a queue that polls from time to time. After the end the caller may
+    /// wait for its memory, too, so the memory must be released without a request.
     pub fn is_attended(&self) -> bool {
         self.0.lock().attended
     }
@@ -281,7 +278,7 @@ impl ReadSink {
         self.0.lock().dropped
     }
 
-    /// The same, for a task that is to be woken by it.
+    /// The same, for a task that is woken when the caller drops its end.
     pub fn poll_cancelled(&self, context: &Context<'_>) -> Poll<()> {
         let mut shared = self.0.lock();
         if shared.dropped {
@@ -293,14 +290,14 @@ impl ReadSink {
 }
 
 impl ReadStream {
-    /// The same stream, whose events must be fetched: a thread that blocks on it fetches them itself.
+    /// The same stream with a source that must be polled: a thread that blocks on the stream fetches the events itself.
     #[must_use]
     pub fn brought_by(mut self, bring: Arc<dyn Poller>) -> Self {
         self.bring = Some(bring);
         self
     }
 
-    /// The next event if one has arrived.
+    /// The next event, if one has arrived.
     pub fn try_next(&self) -> Option<ReadEvent> {
         let mut shared = self.channel.lock();
         let event = shared.events.pop_front();
@@ -313,8 +310,8 @@ impl ReadStream {
         event
     }
 
-    /// The first block of the request that is known to have failed, and why: for callers that stop at the first
-    /// [`ReadEvent::Layer`] that counts fewer blocks than they asked for.
+    /// The first block of the request that is known to have failed, and its reason: for callers that stop at the first [`ReadEvent::Layer`]
+    /// with fewer blocks than they requested.
     pub fn first_failure(&self) -> Option<(u32, Reason)> {
         self.channel.lock().failure.clone()
     }
@@ -339,7 +336,7 @@ impl ReadStream {
         }
     }
 
-    /// Blocks the thread until the next event. Not for simulated time, nor for an executor's thread.
+    /// Blocks the thread until the next event. Do not call it in simulated time or on a thread of an executor.
     pub fn next_blocking(&self) -> ReadEvent {
         // A stream whose store is gone and whose events were all taken has ended; it is not asked for more.
         self.wait_for(|shared| {
@@ -357,7 +354,7 @@ impl ReadStream {
         }
     }
 
-    /// As [`ReadStream::poll_end`], blocking the thread: what comes before the end is discarded.
+    /// As [`ReadStream::poll_end`], but blocks the thread. Events before the end are discarded.
     pub fn wait_end(&self) -> Result<ReadEnd, Abandoned> {
         self.channel.lock().end_only = true;
         self.wait_for(Shared::take_end)
@@ -368,9 +365,9 @@ impl ReadStream {
         std::future::poll_fn(move |context| self.poll_next(context))
     }
 
-    /// How the read ended, once it has and no device writes to the caller's memory any more; [`Abandoned`] if the
-    /// store stopped first, and after the end was taken. From the first call on, what arrives before the end is
-    /// discarded, and the waker is woken by nothing else than the end, or at the latest the release.
+    /// The end of the read, after the read has ended and no device writes to the caller's memory any more. [`Abandoned`] if the store
+    /// stopped before, and after the end was taken. From the first call on, events before the end are discarded, and only the end, or the
+    /// release, wakes the waker.
     pub fn poll_end(&self, context: &mut Context<'_>) -> Poll<Result<ReadEnd, Abandoned>> {
         let mut shared = self.channel.lock();
         shared.end_only = true;
@@ -378,8 +375,8 @@ impl ReadStream {
         self.polled(shared, end, context)
     }
 
-    /// Whether the read is over: then everything that it told is here to be taken, and the answer is whether nothing failed
-    /// and nothing is held. From the first call on the waker is woken by the end and not before.
+    /// Whether the read has ended. All of its events can then be taken, and the result is true if no block failed and no memory is held.
+    /// From the first call on, nothing before the end wakes the waker.
     pub fn poll_over(&self, context: &mut Context<'_>) -> Poll<bool> {
         let mut shared = self.channel.lock();
         shared.wakes_at_end = true;
@@ -393,7 +390,7 @@ impl ReadStream {
         self.polled(shared, over, context)
     }
 
-    /// The next event; until it arrives the waker is woken by it and by nothing else.
+    /// The next event. Until then the waker is woken by this event and by nothing else.
     pub fn poll_next(&self, context: &mut Context<'_>) -> Poll<ReadEvent> {
         let mut shared = self.channel.lock();
         shared.wakes_at_end = false;

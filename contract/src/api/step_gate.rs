@@ -1,8 +1,7 @@
 //! Flow control of a put whose layers share memory.
 //!
-//! A put of many layers may have less memory than the layers have bytes: a layer then lies where an earlier one lay that
-//! was written. The gate says how many steps of the put have their memory; the store does not read a layer before its
-//! step is open.
+//! A put of many layers may have less memory than the layers have bytes: a layer then uses the memory of an earlier, written layer. The
+//! gate counts the steps of the put that have their memory; the store does not read a layer before its step is open.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError};
@@ -11,7 +10,7 @@ use std::task::Waker;
 use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::sync::{Mutex, MutexGuard, Race, planted};
 
-/// How many leading steps have memory. Cheap to clone; clones are one gate.
+/// The number of leading steps that have memory. Cheap to clone; all clones are one gate.
 #[derive(Clone)]
 pub struct StepGate(Arc<Inner>);
 
@@ -26,21 +25,20 @@ impl StepGate {
         Self(Arc::new(Inner { open: AtomicU32::new(open), waiting: Mutex::new(Vec::new()) }))
     }
 
-    /// Opens every step below `steps`: their memory is the store's from now until they are announced. An open step
-    /// stays open.
+    /// Opens every step below `steps`: their memory belongs to the store until they are announced. An open step stays open.
     pub fn open(&self, steps: u32) {
         if self.0.open.fetch_max(steps, Ordering::AcqRel) < steps {
             self.nudge();
         }
     }
 
-    /// Wakes all waiting tasks to look again: something else than a step has changed.
+    /// Wakes all waiting tasks to check again, after a change other than an opened step.
     pub fn nudge(&self) {
         let waiting = std::mem::take(&mut *self.waiting());
         waiting.into_iter().for_each(Waker::wake);
     }
 
-    /// How many leading steps are open.
+    /// The number of open leading steps.
     pub fn opened(&self) -> u32 {
         self.0.open.load(Ordering::Acquire)
     }
@@ -55,7 +53,7 @@ impl StepGate {
         step < self.opened()
     }
 
-    /// Whether a step may be read; if not, `waker` is woken by the next [`StepGate::open`].
+    /// Whether a step may be read; if not, the next [`StepGate::open`] wakes `waker`.
     pub fn is_open_or_wake(&self, step: u32, waker: &Waker) -> bool {
         let looked = planted(Race::GateLooksFirst).then(|| self.is_open(step));
         {

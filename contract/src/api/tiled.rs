@@ -1,13 +1,13 @@
-//! A read that has memory for a piece of it at a time.
+//! A read with memory for one piece at a time.
 //!
-//! Its reader gives memory for the next tile ([`TiledRead::grant`]) when it has some; that is the only thing that lets the
-//! read go on. A tile is dealt to a **source** ([`TileSource`]): the disks of a store, or a server at the other end of a
-//! connection. It is begun when its memory is there and runs to its end without its reader, so a reader that is slow
-//! holds memory of its own and nothing else: no segment, and nothing in a source. Each tile looks its blocks up again; the
-//! source sees to it that all tiles give bytes of one production of a block, or a miss.
+//! The reader grants memory for the next tile ([`TiledRead::grant`]) when it has some, and only this lets the read continue. A tile is read
+//! by a **source** ([`TileSource`]): the disks of a store, or a server at the other end of a connection. The source begins a tile when the
+//! memory of the tile is there, and completes the tile without the reader. A slow reader therefore holds only its own memory: no segment,
+//! and nothing in a source. Each tile looks its blocks up again; the source guarantees that all tiles return bytes of one production of a
+//! block, or a miss.
 //!
-//! Tiles that were granted before their turn are under way beside the first one; what arrives is told in order all the
-//! same. Where a block fails, those that were cut for it are dropped and cut again.
+//! Tiles that were granted early are read at the same time as the first tile, but arrivals are reported in order. If a block fails, the
+//! read drops the tiles that were cut for it, and cuts them again.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -25,7 +25,7 @@ use crate::buffers::SharedBuf;
 use crate::error::Reason;
 use crate::{class::Class, clock::Nanos};
 
-/// Blocks to be read tile by tile.
+/// A read of blocks, tile by tile.
 #[derive(Clone, Debug)]
 pub struct TiledRequest {
     /// A registered namespace.
@@ -34,27 +34,27 @@ pub struct TiledRequest {
     pub group: Group,
     /// The coordinate of all blocks.
     pub coordinate: Coordinate,
-    /// The blocks wanted.
+    /// The keys of the wanted blocks.
     pub keys: Vec<BlockKey>,
-    /// Which layers of the shape.
+    /// The layers of the shape.
     pub layers: Range<u32>,
-    /// In which order they are delivered.
+    /// The order of delivery.
     pub order: Order,
-    /// How much is compared with digests.
+    /// The share of bytes to verify.
     pub verify: Verify,
-    /// What the read is for.
+    /// The class of the read.
     pub class: Class,
     /// When the caller stops waiting.
     pub deadline: Option<Nanos>,
 }
 
 impl TiledRequest {
-    /// All of it as one tile.
+    /// The whole read as one tile.
     pub fn whole(&self) -> Tile {
         Tile { blocks: 0..self.keys.len() as u32, layers: self.layers.clone() }
     }
 
-    /// The read of one tile of it into these places.
+    /// The read of one of its tiles into these places.
     pub fn tile(&self, tile: &Tile, into: Placed) -> Result<ReadRequest, Reason> {
         let Self { namespace, group, coordinate, order, verify, class, deadline, .. } = *self;
         let keys = self.keys.get(tile.blocks.start as usize..tile.blocks.end as usize);
@@ -63,12 +63,13 @@ impl TiledRequest {
     }
 }
 
-/// Where the bytes of tiles come from.
+/// A source of the bytes of tiles.
 pub trait TileSource: Send + Sync {
-    /// Begins to read a tile. Events count its blocks from zero. Of each block all tiles give bytes of one production.
+    /// Begins to read a tile. Its events count the tile's blocks from zero. All tiles return bytes of one production of a block.
     fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason>;
 
-    /// Blocks of a tile have failed. A source that may have them all the same gives what goes on with it. Asked until it does.
+    /// Called when blocks of a tile have failed. A source that may still have these blocks returns a continuation. The reader calls it
+    /// until it returns one.
     fn instead(&self, _short: &ShortTile<'_>) -> Option<Instead> {
         None
     }
@@ -84,68 +85,68 @@ impl<S: TileSource + ?Sized> TileSource for Box<S> {
     }
 }
 
-/// A tile of which blocks have failed.
+/// A tile with failed blocks.
 #[derive(Clone, Copy, Debug)]
 pub struct ShortTile<'a> {
     /// The tile.
     pub tile: &'a Tile,
     /// Its places.
     pub into: &'a Placed,
-    /// How many of its leading layers, or in block order blocks, were told or passed over.
+    /// The number of its leading layers, or blocks in block order, that were reported or skipped.
     pub told: u32,
-    /// What its stream said last, which tells of the failure.
+    /// The last event of its stream, which reports the failure.
     pub said: &'a ReadEvent,
     /// Its stream.
     pub stream: &'a ReadStream,
 }
 
-/// What goes on with a tile: takes what its stream said last, and the stream, and gives one that says that again or something better,
-/// and what follows.
+/// The continuation of a tile. It takes the last event and the stream, and returns a stream that repeats or improves that event, followed
+/// by the rest.
 pub type Instead = Box<dyn FnOnce(ReadEvent, ReadStream) -> ReadStream>;
 
-/// A tile in memory, and what the reader keeps with it.
+/// A tile in memory, and the reader's data for it.
 #[derive(Debug)]
 pub struct TileMemory<M> {
-    /// Which blocks and layers.
+    /// The blocks and layers of the tile.
     pub tile: Tile,
-    /// Its memory: as many bytes as the tile has.
+    /// Its memory, of exactly the size of the tile.
     pub buf: SharedBuf,
     /// The places of its chunks there; blocks count from zero.
     pub placed: Placed,
-    /// The reader's own.
+    /// The reader's data.
     pub with: M,
 }
 
-/// Bytes of a tile that are complete.
+/// Complete bytes of a tile.
 #[derive(Debug)]
 pub struct TileBytes<M> {
     /// The tile.
     pub memory: Arc<TileMemory<M>>,
-    /// In layer order: which layer.
+    /// In layer order: the layer.
     pub layer: u32,
-    /// Which blocks, counted within the tile.
+    /// The blocks, counted within the tile.
     pub blocks: Range<u32>,
-    /// Bytes of each of these blocks that came with earlier tiles.
+    /// The number of bytes of each of these blocks that arrived with earlier tiles.
     pub offset: u64,
 }
 
-/// Something that arrived.
+/// An arrival.
 #[derive(Debug)]
 pub enum Arrived<M> {
-    /// Bytes that are not written to any more.
+    /// Bytes that no longer change.
     Bytes(TileBytes<M>),
-    /// All bytes of this layer of the leading `blocks` blocks were told.
+    /// All bytes of this layer of the first `blocks` blocks were reported.
     Layer {
         /// Which layer of the shape.
         layer: u32,
-        /// How many leading blocks of the request are good so far.
+        /// The number of good leading blocks of the request so far.
         blocks: u32,
     },
-    /// All bytes of this block of the request were told.
+    /// All bytes of this block of the request were reported.
     Block(u32),
 }
 
-/// The deadline passed: what was told is what there is.
+/// The deadline passed: nothing arrives after the reported data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Late;
 
@@ -188,7 +189,7 @@ impl<M> UnderWay<M> {
     }
 }
 
-/// A read that goes on as its reader gives it memory. Dropping it cancels what is under way.
+/// A read that continues when its reader grants memory. Dropping it cancels the tiles in progress.
 pub struct TiledRead<S, M = ()> {
     source: S,
     shape: Arc<BlockShape>,
@@ -230,7 +231,7 @@ impl<S: TileSource, M> TiledRead<S, M> {
         Self { with_digests: true, ..self }
     }
 
-    /// Where its tiles come from.
+    /// The source of its tiles.
     pub fn source(&self) -> &S {
         &self.source
     }
@@ -240,22 +241,22 @@ impl<S: TileSource, M> TiledRead<S, M> {
         &self.shape
     }
 
-    /// Tiles under way.
+    /// The number of tiles in progress.
     pub fn under_way(&self) -> usize {
         self.under_way.len()
     }
 
-    /// Whether nothing arrives before there is memory for another tile.
+    /// Whether nothing arrives before the reader grants memory for another tile.
     pub fn is_idle(&self) -> bool {
         self.under_way.is_empty() && self.told.is_empty()
     }
 
-    /// Leading blocks that are good so far.
+    /// The number of good leading blocks so far.
     pub fn good(&self) -> u32 {
         self.progress.good()
     }
 
-    /// The first block that is known to have failed, and why.
+    /// The first block that is known to have failed, and its reason.
     pub fn first_failure(&self) -> Option<(u32, Reason)> {
         let of_tile = |now: &UnderWay<M>| {
             let (block, reason) = now.stream.first_failure()?;
@@ -265,44 +266,44 @@ impl<S: TileSource, M> TiledRead<S, M> {
         said.or_else(|| self.under_way.front().and_then(of_tile))
     }
 
-    /// The next tile that wants memory, of at most `bytes` unless one layer of one block is more; none at the end.
+    /// The next tile that needs memory, of at most `bytes` unless one layer of one block is larger; `None` at the end.
     pub fn next_tile(&self, bytes: u64) -> Option<Tile> {
         self.tiles.next(&self.shape, bytes)
     }
 
-    /// Whether a tile can be the next one, however long it is.
+    /// Whether a tile, of any length, can be the next tile.
     pub fn accepts(&self, tile: &Tile) -> bool {
         self.tiles.accepts(tile)
     }
 
-    /// Where the next tile begins: block and layer.
+    /// The block and the layer at which the next tile begins.
     pub fn place(&self) -> (u32, u32) {
         self.tiles.place()
     }
 
-    /// Leading blocks that are wanted.
+    /// The number of wanted leading blocks.
     pub fn wanted_blocks(&self) -> u32 {
         self.tiles.blocks()
     }
 
-    /// The same for a reader that asks after each tile whether it came whole ([`TiledRead::take_whole`]): until then its memory
-    /// stays.
+    /// The same for a reader that checks after each tile whether the tile arrived completely ([`TiledRead::take_whole`]). The memory of the
+    /// tile is kept until then.
     #[must_use]
     pub fn with_whole_tiles(self) -> Self {
         Self { tells_whole: true, ..self }
     }
 
-    /// The tile that ended last, if all of it came: told once.
+    /// The last ended tile, if it arrived completely. Returned once.
     pub fn take_whole(&mut self) -> Option<Arc<TileMemory<M>>> {
         self.whole.take()
     }
 
-    /// Begins the next tile: in `buf`, which has its bytes and is the source's until they are told.
+    /// Begins the next tile in `buf`, which has exactly its size. `buf` belongs to the source until its bytes are reported.
     pub fn grant(&mut self, tile: Tile, buf: SharedBuf, with: M) -> Result<(), Reason> {
         self.grant_by(tile, buf, |source, tile, placed| Ok((source.begin(tile, placed)?, with)))
     }
 
-    /// The same, where `begin` has the source begin it, and makes what the reader keeps with it.
+    /// The same, but `begin` starts the tile at the source and creates the reader's data.
     pub fn grant_by(
         &mut self,
         tile: Tile,
@@ -319,7 +320,7 @@ impl<S: TileSource, M> TiledRead<S, M> {
         Ok(())
     }
 
-    /// Takes the next tile from somewhere else than its source: `stream` says what of its memory is complete.
+    /// Reads the next tile from another place than its source: `stream` reports the complete bytes of its memory.
     pub fn give(&mut self, memory: TileMemory<M>, stream: ReadStream) {
         let has_all_blocks = memory.tile.blocks == (0..self.tiles.blocks());
         self.tiles.pass(&memory.tile);
@@ -328,12 +329,12 @@ impl<S: TileSource, M> TiledRead<S, M> {
         self.under_way.push_back(UnderWay { memory, stream, has_all_blocks, taken, told, is_second, next });
     }
 
-    /// What arrives next of the first tile under way; nothing at its end.
+    /// The next arrival of the first tile in progress; `None` at its end.
     pub async fn next(&mut self) -> Result<Option<Arrived<M>>, Late> {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }
 
-    /// The same; until it arrives the waker is woken by it.
+    /// The same, as a poll: the next arrival wakes the waker.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Arrived<M>>, Late>> {
         loop {
             if let Some(told) = self.told.pop_front() {
@@ -364,12 +365,12 @@ impl<S: TileSource, M> TiledRead<S, M> {
         }
     }
 
-    /// How the read ended. `early` is why, if it did before its last tile.
+    /// The end of the read. `early` is the reason if the read ended before its last tile.
     pub fn end(&self, early: Option<&Reason>) -> ReadEnd {
         self.progress.end(early)
     }
 
-    /// How the read ended that was broken off.
+    /// The end of an interrupted read.
     pub fn broken(&self, reason: &Reason) -> ReadEnd {
         self.progress.broken(reason)
     }
@@ -475,7 +476,7 @@ impl<S, M> fmt::Debug for TiledRead<S, M> {
 }
 
 impl ReadRequest {
-    /// What is wanted of blocks of this shape, and where.
+    /// The tiled request for blocks of this shape, and its places.
     pub fn tiled(self, shape: &BlockShape) -> (TiledRequest, Placed) {
         let Self { namespace, group, coordinate, keys, order, into, verify, class, deadline, .. } = self;
         let layers = self.layers.unwrap_or(0..shape.layers().len() as u32);
