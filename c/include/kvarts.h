@@ -263,7 +263,7 @@ kvarts_status kvarts_draft_stretches(const kvarts_draft *draft, kvarts_stretch *
  * bytes) of the block before the first block; null if the first block begins the prompt. With `ttl_ms` 0 the server decides the time to live.
  * `outcomes` has room for `count` values of kvarts_outcome, and may be null. The status is KVARTS_OK if every block was stored, was stored before,
  * or is held elsewhere; otherwise it is the status of the first other block, and `outcomes` is written nevertheless. Stored blocks stay in the pool
- * for later stages. */
+ * for later stages, if the pool has staged blocks of their model before. */
 kvarts_status kvarts_draft_put(const kvarts_draft *draft, const uint8_t *parent, uint64_t ttl_ms, uint64_t timeout_ms, uint8_t *outcomes,
                                size_t count);
 

@@ -1,12 +1,12 @@
-//! The client: a store that is somewhere else.
+//! The client: a store in another process.
 //!
-//! [`Client`] is a [`KvStore`]: it promises what the embedded engine promises, and passes the same conformance
-//! suite, but for what needs the store in the process: puts by layers, tiles and subscriptions are refused or empty. Which way the bytes go is a [`Path`]: shared memory on the server's own host, else gRPC. Whatever has
-//! travelled is compared with a digest before anything is announced.
+//! [`Client`] is a [`KvStore`]: it has the guarantees of the embedded engine and passes the same conformance suite, except for functions
+//! that need the store in the process: puts by layers, tiles and subscriptions are refused or empty. A [`Path`] transfers the bytes: shared
+//! memory on the server's own host, otherwise gRPC. The client verifies transferred bytes with a digest before it announces them.
 //!
-//! Calls of the trait that answer at once (`register`, `match_prefix`, `contains`, `unlock`) wait for the server, with
-//! a bound. They may be called from any thread but the client's own. Batches of opaque pages with an eventfd are
-//! [`kvarts_contract::batch::Pages`] over a client, as over any store.
+//! Calls of the trait that return a value (`register`, `match_prefix`, `contains`, `unlock`) wait for the server, for a limited time. Any
+//! thread except the client's own threads may call them. Batches of opaque pages with an eventfd use [`kvarts_contract::batch::Pages`] over
+//! a client, as over any store.
 #![cfg_attr(
     not(test),
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
@@ -56,49 +56,49 @@ use tonic::Streaming;
 /// The name of the path over gRPC.
 pub(crate) const GRPC: &str = "grpc";
 
-/// A way for blocks between this process and a store. Each is a whole store in itself.
+/// A path for blocks between this process and a store. Each path is a complete store.
 pub trait Path: KvStore + fmt::Debug {
-    /// Its name, in logs and metrics.
+    /// The name of the path in logs and metrics.
     fn name(&self) -> &'static str;
 
-    /// A match as messages: with what they can ask for and tell besides.
+    /// A match as messages, with the additional fields of the messages.
     fn matched(&self, wire: proto::MatchRequest) -> Result<proto::MatchReply, Error>;
 
-    /// Memory for a pool of blocks, at least `bytes` bytes of it. Where there is a way to, the server's disks write
-    /// straight into it, and it is verified there before it is announced.
+    /// Memory for a pool of blocks, at least `bytes` bytes. If the path supports it, the server's disks write directly into this memory,
+    /// where the bytes are verified before they are announced.
     fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
         Region::anonymous(bytes).map_err(|error| {
             Error(Reason::Config(format!("the memory for a pool could not be allocated: {error}")))
         })
     }
 
-    /// The file that shared memory lies in, to map it a second time in this process. None where it lies in no file.
+    /// The file of shared memory, to map it a second time in this process. `None` if the memory belongs to no file.
     fn file_of(&self, region: &Region) -> Option<OwnedFd> {
         let _ = region;
         None
     }
 
-    /// Bytes of shared memory that cannot be used again for now, or for good: a connection ended while disks were writing
-    /// to them, and it is not known yet that they do not any more. Reads of them have not been released.
+    /// Bytes of shared memory that cannot be reused for now, or ever: a connection ended while disks were writing to them, and it is not
+    /// known yet whether the disks have stopped. Reads into this memory have not been released.
     fn held_bytes(&self) -> u64 {
         0
     }
 
-    /// Memory that an engine has already: whole pages of a file in memory (`memfd_create`, `/dev/shm`), which is not shortened as
-    /// long as it is shared. Where there is a way to, the server's disks write straight into it, and this process verifies.
+    /// Existing memory of an engine: whole pages of a file in memory (`memfd_create`, `/dev/shm`). The file must not be shortened while it
+    /// is shared. If the path supports it, the server's disks write directly into the memory, and this process verifies the bytes.
     fn adopt(&self, file: OwnedFd, bytes: u64) -> Result<Arc<Region>, Error> {
         let region = shared::map_own(&file, bytes, Box::new(()));
         region
             .map_err(|error| Error(Reason::Config(format!("the shared memory could not be mapped: {error}"))))
     }
 
-    /// Memory for a pool of blocks that other processes may use by its name: see [`Client::shared_pool`].
+    /// Memory for a pool of blocks that other processes may use with its name: see [`Client::shared_pool`].
     fn named_pool(&self, bytes: usize, name: PoolName) -> Result<Arc<Region>, Error> {
         let _ = (bytes, name);
         Err(only_local())
     }
 
-    /// The pool of this name: see [`Client::attach`].
+    /// The memory of the pool with this name: see [`Client::attach`].
     fn attach(&self, name: PoolName) -> Result<Arc<Region>, Error> {
         let _ = name;
         Err(only_local())
@@ -112,64 +112,64 @@ fn only_local() -> Error {
     Error(Reason::Config(why.to_owned()))
 }
 
-/// What a match found, of the server's own store and beyond it.
+/// The result of a match in the server's own store and outside of it.
 #[derive(Clone, Debug)]
 pub struct Beyond {
-    /// As [`KvStore::match_prefix`] says it.
+    /// The result of [`KvStore::match_prefix`].
     pub own: MatchReply,
-    /// Together with other nodes, if the server belongs to a cluster.
+    /// The result together with other nodes, if the server belongs to a cluster.
     pub in_cluster: Option<proto::match_reply::InCluster>,
-    /// Together with the bucket, if it seems to have more.
+    /// The result together with the bucket, if the bucket probably has more blocks.
     pub in_cold: Option<proto::match_reply::InCold>,
 }
 
-/// Which way blocks may take.
+/// The paths that blocks may take.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Via {
-    /// The local path where there is one, else gRPC.
+    /// The local path if there is one, otherwise gRPC.
     #[default]
     Best,
-    /// The local path, or none.
+    /// The local path only.
     Local,
-    /// gRPC.
+    /// gRPC only.
     Grpc,
 }
 
-/// How to reach a server.
+/// The address and the options of a connection.
 #[derive(Clone)]
 pub struct ConnectOptions {
     /// `http://HOST:PORT`, `https://HOST:PORT`, or `unix:PATH`.
     pub endpoint: String,
-    /// The token, if the server asks for one.
+    /// The token, if the server requires one.
     pub token: Option<String>,
-    /// For https: the authority that signed the server's certificate, PEM.
+    /// For https: the certificate of the authority that signed the server's certificate, PEM.
     pub authority: Option<Vec<u8>>,
     /// For https: the client's own certificate and key, PEM.
     pub identity: Option<(Vec<u8>, Vec<u8>)>,
-    /// For https: the name in the server's certificate, where it is not the endpoint's host.
+    /// For https: the name in the server's certificate, if it differs from the endpoint's host.
     pub server_name: Option<String>,
-    /// How long a call without a deadline may take, and connecting.
+    /// The timeout of connecting, and of calls without a deadline.
     pub call_timeout: Duration,
-    /// How long the server may take for its first answer, whatever calls may take later; none: it is not waited for. A server that accepts
-    /// the connection and answers nothing in this time makes connecting fail with [`Reason::DeadlinePassed`].
+    /// The timeout of the server's first answer, independent of later calls; `None` for no wait. If a server accepts the connection and
+    /// does not answer in this time, connecting fails with [`Reason::DeadlinePassed`].
     pub first_answer: Option<Duration>,
-    /// Which way blocks may take.
+    /// The paths that blocks may take.
     pub via: Via,
-    /// For `unix:`, where there is a token: the user whose process the server is. The administrator and this process's own
-    /// user are trusted anyhow; the token is shown to no other.
+    /// For `unix:` with a token: the user of the server process. The client sends its token only to a server that runs as this user, as the
+    /// administrator (root), or as this process's own user.
     pub server_uid: Option<u32>,
-    /// Threads of the client that move bytes, 1 to [`THREADS_MAX`].
+    /// The number of client threads that move bytes, 1 to [`THREADS_MAX`].
     pub threads: usize,
-    /// What other nodes of the server's cluster are said to have counts as here, because reads take it from there: in look-ups of single
-    /// blocks without a lease, and in matches without a plan. A lease of a match holds what is on the server itself.
+    /// Whether blocks that are recorded on other nodes of the server's cluster count as present, because reads fetch them from there: in
+    /// look-ups of single blocks without a lease, and in matches without a plan. A lease of a match holds only blocks on the server itself.
     pub of_cluster: bool,
 }
 
-/// The most threads of a client.
+/// The maximum number of threads of a client.
 pub const THREADS_MAX: usize = 1024;
 
 impl ConnectOptions {
-    /// An endpoint and nothing else.
+    /// Options with this endpoint and default values.
     pub fn to(endpoint: impl Into<String>) -> Self {
         Self {
             endpoint: endpoint.into(),
@@ -200,20 +200,20 @@ pub struct Client {
     path: Arc<dyn Path>,
 }
 
-/// Blocks that are held against eviction.
+/// The result of a pin: blocks held against eviction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Pinned {
-    /// What ends it sooner; none where nothing is held.
+    /// The lease, with which the caller can end the hold earlier; `None` if no block is held.
     pub lease: Option<LeaseId>,
-    /// Blocks that are held.
+    /// The number of held blocks.
     pub held: u32,
-    /// How long they are, which may be shorter than was asked for; none where nothing is held, and from servers that do not
-    /// say.
+    /// The duration of the hold, which may be shorter than requested; `None` if no block is held, or if the server does not report it.
     pub hold: Option<Duration>,
 }
 
 impl Client {
-    /// Connects to a server by the best path there is; waits up to `call_timeout`. It has threads of its own, and ends with its last clone.
+    /// Connects to a server over the best available path, and waits up to `call_timeout`. The client has its own threads, and ends with its
+    /// last clone.
     pub fn connect(options: &ConnectOptions) -> Result<Self, Error> {
         let remote = Arc::new(Remote::connect(options)?);
         let local = match options.via {
@@ -234,53 +234,55 @@ impl Client {
         Ok(Self { remote, path })
     }
 
-    /// Bytes of shared memory that are kept from being used: see [`Path::held_bytes`].
+    /// Bytes of shared memory that cannot be reused now: see [`Path::held_bytes`].
     pub fn held_bytes(&self) -> u64 {
         self.path.held_bytes()
     }
 
-    /// Memory for a pool of blocks: see [`Path::pool`]. Its pages stay the ones they are, because a driver may know them
-    /// (`cudaHostRegister`). A caller that knows that none does may say so by [`Region::keep_pages`] (false): after a connection
-    /// that broke, pages of reads under way are then replaced by new ones, and their memory is released without the server.
+    /// Memory for a pool of blocks: see [`Path::pool`]. Its pages do not change, because a driver may have registered them
+    /// (`cudaHostRegister`). If no driver has, the caller may call [`Region::keep_pages`] with false: after a lost connection the client
+    /// then replaces the pages of reads in progress, and releases their memory without the server.
     pub fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
         self.path.pool(bytes)
     }
 
-    /// The file that memory of [`Client::pool`] or [`Client::adopt`] lies in: see [`Path::file_of`].
+    /// The file of memory of [`Client::pool`] or [`Client::adopt`]: see [`Path::file_of`].
     pub fn file_of(&self, region: &Region) -> Option<OwnedFd> {
         self.path.file_of(region)
     }
 
-    /// Memory that an engine has already: see [`Path::adopt`]. Its file is sealed against shrinking here if it was made to
-    /// allow that (`MFD_ALLOW_SEALING`).
+    /// Existing memory of an engine: see [`Path::adopt`]. This call seals the file against shrinking if the file allows seals
+    /// (`MFD_ALLOW_SEALING`).
     pub fn adopt(&self, file: OwnedFd, bytes: u64) -> Result<Arc<Region>, Error> {
         // A seal turns an engine's mistake into an error of that engine. Files of `/dev/shm` take none.
         let _ = shared::seal(&file);
         self.path.adopt(file, bytes)
     }
 
-    /// Memory for a pool of blocks that the processes of one engine share: its scheduler takes it, and its workers attach to it by the
-    /// name ([`Client::attach`]), which cannot be guessed and which no other tenant's client can use. All of them may read and write it.
-    /// It counts once as memory of the tenant, however many processes attach to it, and is gone with the last process that has it.
+    /// Memory for a pool of blocks that the processes of one engine share. The scheduler takes it, and the workers attach to it with its
+    /// name ([`Client::attach`]), which cannot be guessed and which no client of another tenant can use. All these processes may read and
+    /// write it. It counts once as memory of the tenant, independent of the number of attached processes, and is freed when its last
+    /// process ends or drops it.
     ///
-    /// What is read into it is verified by the client that reads. Its pages are all there when this returns, and stay the ones they are.
+    /// The client that reads into the pool verifies the bytes. When this call returns, all pages of the pool are allocated, and they do not
+    /// change.
     pub fn shared_pool(&self, bytes: usize) -> Result<(Arc<Region>, PoolName), Error> {
         let name = PoolName::new();
         Ok((self.path.named_pool(bytes, name)?, name))
     }
 
-    /// The memory of a pool that another process of the same tenant has taken on this server ([`Client::shared_pool`]). It stays when that
-    /// process ends.
+    /// The memory of a pool that another process of the same tenant has taken on this server ([`Client::shared_pool`]). It stays valid
+    /// after that process ends.
     pub fn attach(&self, name: PoolName) -> Result<Arc<Region>, Error> {
         self.path.attach(name)
     }
 
-    /// The way that blocks take.
+    /// The path of the blocks.
     pub fn path(&self) -> &dyn Path {
         &*self.path
     }
 
-    /// The store as code sees it that does not care where it is: for `Pages`, for example.
+    /// The store without its location, for code such as `Pages`.
     pub fn store(&self) -> Arc<dyn Path> {
         Arc::clone(&self.path)
     }
@@ -290,7 +292,7 @@ impl Client {
         &self.remote.clock
     }
 
-    /// Reads into memory and waits for the end.
+    /// Reads into memory, and waits for the end of the read.
     pub async fn get_into(&self, request: ReadRequest) -> Result<ReadEnd, Error> {
         let stream = self.read(request)?;
         // ends: the read's deadline or the client's `call_timeout`; the path ends it
@@ -298,13 +300,13 @@ impl Client {
         ended.map_err(|_| Error(Reason::Busy("the connection was interrupted")))
     }
 
-    /// Reads into memory; each layer is announced when it is there.
+    /// Reads into memory, and announces each layer when it has arrived.
     pub fn layers(&self, request: ReadRequest) -> Result<ReadStream, Error> {
         self.read(ReadRequest { order: kvarts_contract::api::Order::Layers, ..request })
     }
 
-    /// Holds blocks against eviction, a day at most. Over the local path a lease ends with the connection at the latest, over
-    /// gRPC it may outlive it.
+    /// Holds blocks against eviction, for a day at most. Over the local path a lease ends with the connection at the latest; over gRPC it
+    /// may outlive the connection.
     pub fn pin(
         &self,
         namespace: NamespaceId,
@@ -335,14 +337,15 @@ impl Client {
         Ok(Pinned { lease: reply.lease, held, hold })
     }
 
-    /// What is pinned or leased, and for how long: of the caller's tenant, or of all for whom may administer.
+    /// Lists pins and leases with their remaining time: of the caller's tenant, or of all tenants for a caller with the right to
+    /// administer.
     pub fn pins(&self, of_all: bool) -> Result<proto::ListPinsReply, Error> {
         let mut store = self.remote.store();
         let request = self.remote.request(proto::ListPinsRequest { of_all }, None);
         self.remote.ask(async move { store.list_pins(request).await })
     }
 
-    /// Follows what happens to the blocks of the caller's tenant.
+    /// Subscribes to the events of the blocks of the caller's tenant.
     pub fn watch(&self, request: proto::WatchRequest) -> Result<Streaming<proto::Event>, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.endless(request);
@@ -350,7 +353,7 @@ impl Client {
         self.remote.ask_endless(async move { admin.watch(request).await })
     }
 
-    /// A page of what is here of the caller's tenant: the first without a token, the next with that of the page before.
+    /// A page of the blocks of the caller's tenant: the first page without a token, the next pages with the token of the previous page.
     pub fn list_blocks(
         &self,
         namespace: Option<NamespaceId>,
@@ -365,7 +368,7 @@ impl Client {
         })
     }
 
-    /// What the server is and has done.
+    /// The identity and the counters of the server.
     pub fn stats(&self) -> Result<proto::StatsReply, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.request(proto::StatsRequest {}, None);
@@ -379,15 +382,15 @@ impl Client {
         self.remote.ask(async move { admin.checkpoint(request).await }).map(drop)
     }
 
-    /// Has a server whose store latched read-only take writes again, if it can, and use directories again that were out. Gives why it took
-    /// none, and what came of each directory.
+    /// Makes a read-only store of the server accept writes again, if possible, and makes it use directories again that were out of use.
+    /// Returns the reason for the read-only state, and the result for each directory.
     pub fn resume(&self) -> Result<proto::ResumeReply, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.request(proto::ResumeRequest {}, None);
         self.remote.ask(async move { admin.resume(request).await })
     }
 
-    /// Reads everything on the server in the lowest class and compares it with its digests.
+    /// Reads all blocks on the server in the lowest class, and verifies them with their digests.
     pub fn scrub(&self) -> Result<proto::ScrubReply, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.endless(proto::ScrubRequest {});
@@ -395,7 +398,7 @@ impl Client {
         self.remote.ask_endless(async move { admin.scrub(request).await })
     }
 
-    /// Has the server copy what it has into its bucket, all of it or a namespace. Answers when that is done.
+    /// Makes the server copy its blocks into its bucket, all blocks or one namespace. Returns when the copy has ended.
     pub fn cold_push(&self, namespace: Option<NamespaceId>) -> Result<proto::ColdPushReply, Error> {
         let mut admin = self.remote.admin();
         let namespace = namespace.map(|id| id.0.to_vec().into()).unwrap_or_default();
@@ -404,7 +407,7 @@ impl Client {
         self.remote.ask_endless(async move { admin.cold_push(request).await })
     }
 
-    /// Has the server move live blocks together and merge small records. Answers when that is done.
+    /// Makes the server move live blocks together and merge small records. Returns when the compaction has ended.
     pub fn compact(&self) -> Result<proto::CompactReply, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.endless(proto::CompactRequest {});
@@ -412,7 +415,7 @@ impl Client {
         self.remote.ask_endless(async move { admin.compact(request).await })
     }
 
-    /// Changes the server's budget; answers with what it is now and how much is allocated.
+    /// Changes the server's budget. Returns the new budget and the number of allocated bytes.
     pub fn set_budget(&self, budget_bytes: u64) -> Result<proto::SetBudgetReply, Error> {
         let mut admin = self.remote.admin();
         let wire = proto::SetBudgetRequest { budget_bytes, budget_percent: 0 };
@@ -420,8 +423,7 @@ impl Client {
         self.remote.ask(async move { admin.set_budget(request).await })
     }
 
-    /// Changes the server's budget to a part of its disks, in hundredths of their size. A server that does not know parts
-    /// refuses.
+    /// Changes the server's budget to a part of its disks, in hundredths of their size. Fails on a server that does not support parts.
     pub fn set_budget_part(&self, budget_percent: u32) -> Result<proto::SetBudgetReply, Error> {
         let mut admin = self.remote.admin();
         let wire = proto::SetBudgetRequest { budget_bytes: 0, budget_percent };
@@ -429,14 +431,14 @@ impl Client {
         self.remote.ask(async move { admin.set_budget(request).await })
     }
 
-    /// Has the server read tenants, tokens and certificates again; gives what an operator should know of it.
+    /// Makes the server read tenants, tokens and certificates again. Returns notes for the operator.
     pub fn reload(&self) -> Result<Vec<String>, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.request(proto::ReloadRequest {}, None);
         self.remote.ask(async move { admin.reload(request).await }).map(|reply| reply.notes)
     }
 
-    /// Deletes everything that a tenant has stored, or says what would go.
+    /// Deletes all blocks of a tenant, or reports the blocks that it would delete.
     pub fn purge_tenant(&self, wire: proto::PurgeTenantRequest) -> Result<proto::PurgeTenantReply, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.endless(wire);
@@ -444,22 +446,23 @@ impl Client {
         self.remote.ask_endless(async move { admin.purge_tenant(request).await })
     }
 
-    /// Asks the server to finish and stop.
+    /// Makes the server complete its calls and stop.
     pub fn drain(&self) -> Result<(), Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.request(proto::DrainRequest {}, None);
         self.remote.ask(async move { admin.drain(request).await }).map(drop)
     }
 
-    /// The cluster that the server belongs to, as the server sees it.
+    /// The state of the server's cluster, as the server sees it.
     pub fn cluster_status(&self) -> Result<proto::ClusterStatusReply, Error> {
         let mut directory = self.remote.directory();
         let request = self.remote.request(proto::ClusterStatusRequest {}, None);
         self.remote.ask(async move { directory.status(request).await })
     }
 
-    /// As [`KvStore::delete`]; and which nodes of the cluster do not have it yet, which hear of it when they are connected again. With
-    /// `of_all` it is refused where there are some: what was deleted stays so, and is not acknowledged.
+    /// As [`KvStore::delete`], and returns the nodes of the cluster that have not received the delete yet; they receive it when they are
+    /// connected again. With `of_all` the call fails if there are such nodes: deleted blocks stay deleted, but the delete is not
+    /// acknowledged.
     pub fn delete_everywhere(
         &self,
         request: DeleteRequest,
@@ -468,37 +471,37 @@ impl Client {
         grpc_path::delete_everywhere(&self.remote, request, of_all)
     }
 
-    /// As [`KvStore::match_prefix`], and beside it what a read brings that is not in the server's own store: what nodes of the
-    /// cluster are said to have, and what the bucket behind the server seems to have.
+    /// As [`KvStore::match_prefix`], and returns also the blocks that a read fetches from outside the server's own store: blocks recorded
+    /// on nodes of the cluster, and blocks that the bucket of the server probably has.
     pub fn match_beyond(&self, request: &MatchRequest<'_>) -> Result<Beyond, Error> {
         let found = self.path.matched(messages::matching(request, true))?;
         let own = messages::matched(&found)?;
         Ok(Beyond { own, in_cluster: found.in_cluster, in_cold: found.in_cold })
     }
 
-    /// Which nodes of the cluster are said to have blocks, and what reading from them would cost. Hints: a node may have lost a
-    /// block, or have got one, since.
+    /// The nodes of the cluster that are recorded as holders of blocks, and the cost of reads from them. These are hints: a node may have
+    /// lost or received a block since.
     pub fn locate(&self, request: proto::LookupRequest) -> Result<proto::LookupReply, Error> {
         let mut directory = self.remote.directory();
         let request = self.remote.request(request, None);
         self.remote.ask(async move { directory.lookup(request).await })
     }
 
-    /// Has the server copy blocks that other nodes of its cluster have.
+    /// Makes the server copy blocks from other nodes of its cluster.
     pub fn replicate(&self, request: proto::ReplicateRequest) -> Result<proto::ReplicateReply, Error> {
         let mut directory = self.remote.directory();
         let request = self.remote.request(request, None);
         self.remote.ask(async move { directory.replicate(request).await })
     }
 
-    /// Claims, renews, releases or looks up the owner of a chain for the server's node; notes replicas.
+    /// Claims, renews, releases or looks up the ownership of a chain for the server's node, and records replicas.
     pub fn chain(&self, request: proto::ChainRequest) -> Result<proto::ChainReply, Error> {
         let mut directory = self.remote.directory();
         let request = self.remote.request(request, None);
         self.remote.ask(async move { directory.chain(request).await })
     }
 
-    /// Where a request should go, with every candidate's terms. Of `this_node` the server says the disks itself.
+    /// The node to which a request should go, with the cost at every candidate. The server adds the state of the disks of `this_node`.
     pub fn route(
         &self,
         question: &route::Question<'_>,
@@ -511,14 +514,14 @@ impl Client {
         Ok(plans::route(&reply))
     }
 
-    /// The same, in the words of the contract: of the nodes' stores the server fills in what it knows and the request does not give.
+    /// The same as messages of the protocol. The server adds the state of the nodes' stores that it knows and the request does not contain.
     pub fn route_filled(&self, request: proto::RouteRequest) -> Result<proto::RouteReply, Error> {
         let mut server = self.remote.plans();
         let request = self.remote.request(request, None);
         self.remote.ask(async move { server.route(request).await })
     }
 
-    /// The models of the caller's tenant that were registered since the server started, or that it has blocks of.
+    /// The models of the caller's tenant that were registered since the server started, or that have blocks on it.
     pub fn models(&self) -> Result<proto::ListModelsReply, Error> {
         let mut models = self.remote.models();
         let request = self.remote.request(proto::ListModelsRequest { stored: true }, None);

@@ -1,19 +1,20 @@
-//! A pool of blocks in memory that the processes of one engine share: what a request needs is staged here before the engine promises it,
-//! and stays for the next request for as long as there is room.
+//! A pool of blocks in memory that the processes of one engine share. The blocks of a request are staged here before the engine relies on
+//! them, and stay for later requests while there is room.
 //!
-//! [`Pool::stage`] asks for blocks of any number of columns (of each worker's coordinate, for example). Those that are here are held; the
-//! others are read by whatever path has them, verified, and held. A stage tells how many leading blocks are here in every column
-//! ([`Stage::look`]); it ends when all are, when the next one cannot come, or when nothing has come for its `silence`. There is no deadline for a
-//! whole stage: a large one takes longer. What it holds stays where it is until the stage is dropped, so nothing that happens to
-//! disks, networks or servers afterwards makes it unusable. A stage that is dropped early stops the reads that no other stage waits for.
+//! [`Pool::stage`] requests blocks of any number of columns (for example of each worker's coordinate). Blocks in the pool are held; the
+//! other blocks are read over any path that has them, verified, and held. A stage reports the number of leading blocks that are in the pool
+//! in every column ([`Stage::look`]). It ends when all blocks are there, when the next block cannot arrive, or when no block has arrived
+//! for its `silence`. A stage has no overall deadline, because a large stage takes longer. Its blocks stay in place until the stage is
+//! dropped: later failures of disks, networks or servers do not make them unusable. A stage that is dropped early stops the reads that no
+//! other stage waits for.
 //!
-//! Memory that a disk may still write to is not used again, whatever became of the stage, of its read or of the connection.
+//! The pool never reuses memory that a disk may still write to, even after the stage, its read or the connection has ended.
 //!
-//! What an engine saves lies in a draft ([`Pool::draft`]), is put from there, and stays for the next request.
+//! An engine saves blocks into a draft ([`Pool::draft`]) and puts them from there. The blocks then stay for later requests.
 //!
-//! Blocks lie in extents: a run of a chain's blocks, `[layer][part][block]`, so that a layer of the run is one stretch of memory whatever the
-//! size of a block ([`Stretch`]). When room is needed extents that no stage holds go, those first that were used longest ago, and of one chain its
-//! end before its beginning.
+//! Blocks are stored in extents. An extent contains a run of consecutive blocks of a chain as `[layer][part][block]`, so that a layer of
+//! the run is one stretch of memory for every size of block ([`Stretch`]). When the pool needs room, it evicts extents that no stage holds:
+//! the least recently used first, and within a chain the end before the beginning.
 
 mod book;
 mod column;
@@ -42,8 +43,8 @@ pub use kvarts_layout::plan::Stretch;
 use news::News;
 pub use stage::{Progress, Stage, StageRequest};
 
-/// The name of a pool, which cannot be guessed: a process of the same tenant that knows it may attach to the pool. In text, 32 hexadecimal
-/// digits.
+/// The name of a pool, which cannot be guessed. A process of the same tenant that knows the name may attach to the pool. As text it has 32
+/// hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PoolName(pub(crate) [u8; 16]);
 
@@ -91,30 +92,30 @@ struct Inner {
     book: Mutex<Book>,
 }
 
-/// A pool of blocks. Cheap to clone; the memory is given back when the last clone, the last stage and the last read are gone.
+/// A pool of blocks. Cheap to clone. The memory is freed when the last clone, the last stage and the last read are gone.
 #[derive(Clone, Debug)]
 pub struct Pool(Arc<Inner>);
 
 impl Pool {
-    /// A pool over all of `region`, which nothing else uses: memory of [`Client::shared_pool`](super::Client::shared_pool), for example.
+    /// A pool over all of `region`, which nothing else may use: for example memory of [`Client::shared_pool`](super::Client::shared_pool).
     pub fn new(store: Arc<dyn KvStore>, clock: &Arc<dyn Clock>, region: &Arc<Region>) -> Self {
         let book = Mutex::new(Book::new(store, region));
         let (region, clock) = (Arc::clone(region), Arc::clone(clock));
         Self(Arc::new(Inner { region, clock, news: Arc::default(), book }))
     }
 
-    /// The memory that blocks lie in.
+    /// The memory of the blocks.
     pub fn region(&self) -> &Arc<Region> {
         &self.0.region
     }
 
-    /// Holds and reads what a request needs. When this returns, reads have begun, and blocks that were here are held.
+    /// Holds and reads the blocks of a request. When the call returns, the reads have begun, and the present blocks are held.
     pub fn stage(&self, request: StageRequest) -> Result<Stage, Error> {
         Stage::begin(&self.0, request)
     }
 
-    /// Room for blocks of a column that an engine saves ([`Draft::stretches`]) and that are put from there ([`Draft::put`]). The first has
-    /// `first_block` blocks of its chain before it. Keep the draft for as long as a device may write there.
+    /// Reserves room for blocks of a column that an engine saves ([`Draft::stretches`]) and puts from there ([`Draft::put`]). `first_block`
+    /// is the number of blocks before the first block in its chain. Keep the draft as long as a device may write there.
     pub fn draft(
         &self,
         column: (Column, &Arc<BlockShape>),
@@ -124,8 +125,8 @@ impl Pool {
         Draft::begin(&self.0, column, keys, first_block, true)
     }
 
-    /// The same for a thread that must not wait: `Busy` also where another thread goes on using the pool. One that begins a read may wait
-    /// there for a connection.
+    /// The same for a thread that must not wait. It also fails with `Busy` if another thread keeps using the pool: a thread that begins a
+    /// read may wait for a connection meanwhile.
     pub fn draft_now(
         &self,
         column: (Column, &Arc<BlockShape>),
@@ -135,13 +136,13 @@ impl Pool {
         Draft::begin(&self.0, column, keys, first_block, false)
     }
 
-    /// Forgets every block that no stage holds; the next stage reads it again.
+    /// Removes every block that no stage holds. The next stage reads it again.
     pub fn clear(&self) {
         let mut book = self.0.book();
         while book.evict().is_some() {}
     }
 
-    /// What the pool has and has done.
+    /// The content and the counters of the pool.
     pub fn counts(&self) -> Counts {
         self.0.book().counts()
     }

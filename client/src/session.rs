@@ -1,7 +1,7 @@
-//! Sessions: a conversation's blocks, held for as long as its client says so.
+//! Sessions: the blocks of a conversation, held until the client closes the session or its lease ends.
 //!
-//! [`Session`] remembers the keys, so that it can say again what a session is of: to hold blocks that were not here yet, and to go on at
-//! another node. The calls as they are stand beside it in [`Client`].
+//! [`Session`] remembers the keys, so that it can repeat them: to hold blocks that were not stored yet, and to continue at another node.
+//! [`Client`] also has the plain calls.
 
 use std::time::Duration;
 
@@ -17,35 +17,35 @@ use super::Client;
 /// server allows.
 const LEASES_MAX: usize = 512;
 
-/// What a session is opened with.
+/// The terms of a session.
 #[derive(Clone, Debug)]
 pub struct SessionTerms {
-    /// Of which model.
+    /// The namespace of the model.
     pub namespace: NamespaceId,
-    /// Of which columns blocks are held; without one nothing is.
+    /// The columns in which blocks are held. Without a column no block is held.
     pub columns: Vec<(Group, Coordinate)>,
-    /// How many leading blocks are others' as well: the session's own chain begins behind them.
+    /// The number of leading blocks that other sessions share. The session's own chain begins after them.
     pub shared_blocks: u32,
-    /// How long it lasts without a renewal.
+    /// The duration of the session without a renewal.
     pub lease: Duration,
 }
 
-/// What the server said last.
+/// The last answer of the server.
 #[derive(Clone, Debug)]
 pub struct SessionTold {
-    /// Of the blocks of the call those that are held in all columns.
+    /// The number of blocks of the call that are held in all columns.
     pub held: u32,
-    /// What the turn is.
+    /// The class of the turn.
     pub class: Class,
-    /// What to keep of its windows and states.
+    /// The advice for its windows and states.
     pub tail: Option<Tail>,
-    /// In a cluster: who owns the chain, and whether it is the server's node.
+    /// In a cluster: the owner of the chain.
     pub owner: Option<proto::OwnerLease>,
-    /// See `owner`.
+    /// Whether the owner is the server's node.
     pub is_owner: bool,
 }
 
-/// A session of a client. Dropping it tells the server nothing: the session ends with its lease.
+/// A session of a client. Dropping it sends nothing to the server: the session ends with its lease.
 #[derive(Debug)]
 pub struct Session {
     client: Client,
@@ -103,7 +103,7 @@ impl Session {
         Self { client, terms, id, keys, own, extensions: 0, is_given_up: false }
     }
 
-    /// Opens one for a conversation that begins with these blocks.
+    /// Opens a session for a conversation that begins with these blocks.
     pub fn open(
         client: &Client,
         terms: SessionTerms,
@@ -114,17 +114,17 @@ impl Session {
         Ok((Self::new(client, terms, reply.session, keys, 0), told(&reply)))
     }
 
-    /// The number that names it on its server, and where it is handed over to.
+    /// The number of the session on its server, and on the server to which it is handed over.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Its blocks, from the first on.
+    /// The keys of its blocks, beginning with the first.
     pub fn keys(&self) -> &[BlockKey] {
         &self.keys
     }
 
-    /// A session that goes on from the first `blocks` blocks of this one, and holds what is its own alone.
+    /// A new session that continues after the first `blocks` blocks of this session, and holds only its own blocks.
     pub fn fork(&self, blocks: u32, turn: Option<proto::SessionTurn>) -> Result<(Self, SessionTold), Error> {
         let keys = self.keys.get(..blocks as usize).ok_or(Reason::TooMany("blocks"))?;
         let reply = self.client.fork_session(proto::ForkSessionRequest {
@@ -137,8 +137,8 @@ impl Session {
         Ok((Self::new(&self.client, self.terms.clone(), reply.session, keys, blocks), told(&reply)))
     }
 
-    /// Blocks that follow, and the lease anew. Say them before they are computed, for the turn's class and advice; and
-    /// [`hold`](Self::hold) them when they were put.
+    /// Adds the next blocks, and renews the lease. Call it before the blocks are computed, for the turn's class and advice, and call
+    /// [`hold`](Self::hold) after they were put.
     pub fn extend(
         &mut self,
         keys: &[BlockKey],
@@ -153,7 +153,7 @@ impl Session {
         done
     }
 
-    /// Holds what is here by now of the blocks from `first` on, and the lease anew.
+    /// Holds the blocks from `first` on that are stored by now, and renews the lease.
     pub fn hold(&mut self, first: u32) -> Result<SessionTold, Error> {
         self.say((first.max(self.own)) as usize, None)
     }
@@ -173,15 +173,15 @@ impl Session {
         Ok(told(&reply))
     }
 
-    /// The lease anew.
+    /// Renews the lease.
     pub fn renew(&self) -> Result<(), Error> {
         let lease_ms = millis(self.terms.lease);
         self.client.renew_session(proto::RenewSessionRequest { session: self.id, lease_ms }).map(drop)
     }
 
-    /// Goes on at another node, under the same number: its chain is given up at this one, claimed at the other, and what this one holds for it
-    /// let go of last. Where the other refuses it the session stays handed over here, until its lease ends: it may be handed over to a third
-    /// one meanwhile, or to the same one again.
+    /// Continues the session at another node, under the same number. The call gives up the chain at this node, claims it at the other node,
+    /// and then releases the blocks held here. If the other node refuses, the session stays handed over here until its lease ends;
+    /// meanwhile it may be handed over to a third node, or to the same node again.
     pub fn hand_over(&mut self, to: &Client) -> Result<SessionTold, Error> {
         if !self.is_given_up {
             self.client.hand_over_session(proto::HandOverSessionRequest { session: self.id })?;
@@ -194,7 +194,7 @@ impl Session {
         Ok(told(&reply))
     }
 
-    /// Ends it; false if it had ended.
+    /// Ends the session. Returns false if it had ended.
     pub fn close(&self) -> Result<bool, Error> {
         self.client.close_session(self.id)
     }
@@ -218,20 +218,20 @@ macro_rules! calls {
 calls! {
     /// Opens a session: see `sessions.proto`.
     open_session, open, OpenSessionRequest, SessionReply;
-    /// Forks one.
+    /// Forks a session.
     fork_session, fork, ForkSessionRequest, SessionReply;
-    /// Extends one, or holds its blocks anew.
+    /// Extends a session, or holds its blocks again.
     extend_session, extend, ExtendSessionRequest, SessionReply;
-    /// Makes one last longer, or less long.
+    /// Changes the remaining time of a session, to a longer or shorter one.
     renew_session, renew, RenewSessionRequest, RenewSessionReply;
-    /// Lets one go on at another node.
+    /// Hands a session over to another node.
     hand_over_session, hand_over, HandOverSessionRequest, HandOverSessionReply;
-    /// The sessions of the caller's tenant, or one of them.
+    /// Lists the sessions of the caller's tenant, or one of them.
     sessions, list, ListSessionsRequest, ListSessionsReply;
 }
 
 impl Client {
-    /// Ends a session; false if there was none.
+    /// Ends a session. Returns false if there was none.
     pub fn close_session(&self, session: u64) -> Result<bool, Error> {
         let mut server = self.remote.sessions();
         let request = self.remote.request(proto::CloseSessionRequest { session }, None);

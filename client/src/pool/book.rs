@@ -23,35 +23,35 @@ use super::room::Room;
 /// Reads that are under way at a time: each is of an extent. Those that wait begin in the order in which they were asked for.
 const READS_MAX: usize = 16;
 
-/// What a pool has and has done. Blocks of several columns count in each.
+/// The content and the counters of a pool. A block of several columns counts in each column.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counts {
-    /// Bytes of the pool.
+    /// The bytes of the pool.
     pub bytes: u64,
-    /// Bytes that are free.
+    /// The free bytes.
     pub free_bytes: u64,
-    /// Blocks that were asked for and were here.
+    /// Requested blocks that were in the pool.
     pub hits: u64,
-    /// Blocks that were asked for and were on their way for another stage.
+    /// Requested blocks that were being read for another stage.
     pub shared: u64,
-    /// Blocks that were asked for and had to be read.
+    /// Requested blocks that had to be read.
     pub read: u64,
-    /// Of these, blocks that came.
+    /// The blocks of these that arrived.
     pub came: u64,
-    /// Blocks that were asked for and for which there was no room.
+    /// Requested blocks for which there was no room.
     pub no_room: u64,
-    /// Blocks that an engine saved here and that stayed when they had been stored.
+    /// Blocks that an engine saved here, and that stayed after they had been stored.
     pub kept: u64,
-    /// Blocks that were here and that the store has no more: deleted, expired or evicted there.
+    /// Blocks of the pool that the store no longer has: deleted, expired or evicted there.
     pub withdrawn: u64,
-    /// Blocks that went to make room.
+    /// Blocks evicted from the pool to make room.
     pub evicted: u64,
-    /// Stages that ended because nothing came any more.
+    /// Stages that ended because no block arrived in time.
     pub silent: u64,
 }
 
 impl Counts {
-    /// Each by its name.
+    /// All values with their names.
     pub fn named(&self) -> [(&'static str, u64); 11] {
         let Self { bytes, free_bytes, hits, shared, read, came, no_room, kept, withdrawn, evicted, silent } =
             *self;

@@ -1,8 +1,8 @@
-//! What a pool tells blocks of one key apart by.
+//! The identification of blocks with the same key in a pool.
 
 use kvarts_layout::{Coordinate, Group, NamespaceId};
 
-/// Blocks of one model, group and coordinate: what one worker has of a chain, for example.
+/// The blocks of one model, group and coordinate: for example the blocks of one worker in a chain.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Column {
     /// A registered namespace.

@@ -18,7 +18,7 @@ use super::Inner;
 use super::column::Column;
 use super::extent::blocks_of;
 
-/// Room in a pool: see [`Pool::draft`](super::Pool::draft). Dropping it gives the room back.
+/// Room in a pool: see [`Pool::draft`](super::Pool::draft). Dropping it frees the room.
 #[derive(Debug)]
 pub struct Draft {
     pool: Arc<Inner>,
@@ -27,16 +27,16 @@ pub struct Draft {
     extents: Vec<(u64, Stretch)>,
 }
 
-/// What is said of a put beside the blocks.
+/// The terms of a put, in addition to the blocks.
 #[derive(Clone, Debug)]
 pub struct DraftTerms {
-    /// What stands before the first block.
+    /// The predecessor of the first block.
     pub parent: Parent,
     /// When the put is acknowledged.
     pub durability: Durability,
-    /// How long the blocks may live.
+    /// The time to live of the blocks.
     pub expires_after: Option<Duration>,
-    /// When the caller stops caring.
+    /// When the caller stops waiting.
     pub deadline: Option<Nanos>,
 }
 
@@ -75,12 +75,13 @@ impl Draft {
         Ok(Self { pool: Arc::clone(pool), column, first_block, extents })
     }
 
-    /// Where the blocks lie, in the order of the keys.
+    /// The places of the blocks, in the order of the keys.
     pub fn stretches(&self) -> Vec<Stretch> {
         self.extents.iter().map(|(_, stretch)| *stretch).collect()
     }
 
-    /// Puts the blocks from where they lie; their bytes must not change any more. What is stored is here for stages from then on.
+    /// Puts the blocks from their places; their bytes must not change any more. Stages find the stored blocks in the pool from
+    /// then on, if the pool has staged blocks of their namespace before.
     pub fn put(self, terms: &DraftTerms) -> Storing {
         let mut requests = Vec::with_capacity(self.extents.len());
         let book = self.pool.book();
@@ -142,7 +143,7 @@ enum Answer {
     Is(Vec<BlockOutcome>),
 }
 
-/// A put from a pool, with an outcome for each block. Dropping it early leaves open what is stored.
+/// A put from a pool, with an outcome for each block. If it is dropped early, it is unknown which blocks are stored.
 #[derive(Debug)]
 #[must_use = "the result of the put is known only at its end"]
 pub struct Storing {

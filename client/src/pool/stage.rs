@@ -19,27 +19,27 @@ use super::book::{At, Book};
 use super::column::Column;
 use super::extent::{State, blocks_of};
 
-/// What a request needs.
+/// The blocks of a request.
 #[derive(Clone, Debug)]
 pub struct StageRequest {
-    /// In which columns, and the shape of a block in each.
+    /// The columns, and the shape of a block in each.
     pub columns: Vec<(Column, Arc<BlockShape>)>,
-    /// Blocks that follow each other in a chain, the same ones in every column: at most [`MAX_REQUEST_BLOCKS`].
+    /// Consecutive blocks of a chain, the same blocks in every column: at most [`MAX_REQUEST_BLOCKS`].
     pub keys: Vec<BlockKey>,
-    /// How many blocks of the chain stand before the first.
+    /// The number of blocks of the chain before the first.
     pub first_block: u32,
-    /// How long nothing may come before the stage ends with what has come.
+    /// The time without an arrival after which the stage ends with the blocks that have arrived.
     pub silence: Duration,
-    /// What the reads are for.
+    /// The class of the reads.
     pub class: Class,
 }
 
-/// How far a stage is.
+/// The progress of a stage.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Progress {
-    /// Leading blocks that are here in every column, and are held.
+    /// The number of leading blocks that are in the pool, and held, in every column.
     pub staged: u32,
-    /// There will not be more.
+    /// Whether the stage has ended: no more blocks will arrive.
     pub is_over: bool,
 }
 
@@ -94,8 +94,8 @@ struct Held {
     silence: Duration,
 }
 
-/// Blocks that are held and on their way: see [`Pool::stage`](super::Pool::stage). Dropping it lets go of them, and stops reads that no
-/// other stage waits for.
+/// Blocks that are held or being read: see [`Pool::stage`](super::Pool::stage). Dropping the stage releases the blocks, and stops reads
+/// that no other stage waits for.
 #[derive(Debug)]
 pub struct Stage {
     pool: Arc<Inner>,
@@ -149,7 +149,7 @@ impl Stage {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How far it is now, with what has arrived. It waits for nothing.
+    /// The progress now, including new arrivals. Does not wait.
     pub fn look(&self) -> Progress {
         let waker = Waker::from(Arc::clone(&self.pool.news));
         let now = self.pool.clock.now();
@@ -162,7 +162,7 @@ impl Stage {
         progress
     }
 
-    /// The same; until it is over the task is woken by what arrives. Silence wakes no task: it polls again at [`Stage::silent_at`].
+    /// The same, as a poll: arrivals wake the task until the stage has ended. Silence wakes no task; poll again at [`Stage::silent_at`].
     pub fn poll(&self, context: &mut Context<'_>) -> Poll<Progress> {
         // Before the look: what arrives behind it is not missed.
         self.pool.news.wakes(context.waker());
@@ -170,7 +170,7 @@ impl Stage {
         if progress.is_over { Poll::Ready(progress) } else { Poll::Pending }
     }
 
-    /// The same for a thread that blocks until it is over, or for so long.
+    /// The same, but blocks the thread until the stage has ended, at most for `most`.
     pub fn wait(&self, most: Duration) -> Progress {
         let give_up = self.pool.clock.now().plus(most);
         loop {
@@ -186,24 +186,25 @@ impl Stage {
         }
     }
 
-    /// Why it is over before the last block: of the first that is not staged. None while it goes on, and where all is staged.
+    /// The reason why the stage ended before the last block: the reason of the first missing block. `None` while the stage runs, and if all
+    /// blocks are staged.
     pub fn why(&self) -> Option<Reason> {
         self.held().why.clone()
     }
 
-    /// Columns of the request.
+    /// The number of columns of the request.
     pub fn columns(&self) -> usize {
         self.held().parts.len()
     }
 
-    /// When it ends if nothing comes before.
+    /// The time at which the stage ends if no block arrives before.
     pub fn silent_at(&self) -> Nanos {
         let held = self.held();
         let book = self.pool.book();
         held.silent_at(&book)
     }
 
-    /// Where the staged blocks of a column are, counted as in the request, in the order of the chain.
+    /// The places of the staged blocks of a column, counted as in the request, in the order of the chain.
     pub fn stretches(&self, column: usize) -> Vec<Stretch> {
         let held = self.held();
         let book = self.pool.book();
