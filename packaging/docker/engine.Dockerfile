@@ -1,4 +1,4 @@
-# The image of an engine with the connectors of Kvarts. Run scripts/wheel, then
+# An engine's image with the connectors of Kvarts: scripts/wheel, then
 # docker build -f packaging/docker/engine.Dockerfile --build-arg ENGINE=vllm/vllm-openai:v0.32.0 -t vllm-kvarts:0.32.0 .
 # The engine must have a version that was tested with the connectors (docs/engines.md). This file was not tried: no machine of this project runs containers.
 ARG ENGINE

@@ -1,4 +1,4 @@
-"""Kvarts as the disk tier of vLLM's offloading of KV caches.
+"""Kvarts as the disk behind vLLM's offloading of KV caches.
 
     --kv-transfer-config '{"kv_connector": "Kvarts", "kv_connector_module_path": "kvarts.vllm", "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000, "server": "/run/kvarts/kvarts.sock"}}'
