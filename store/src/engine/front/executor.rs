@@ -144,7 +144,7 @@ impl Executor {
                 message @ (Message::Adopt { .. } | Message::GiveUp { .. } | Message::LookAgain { .. }) => {
                     self.bring_back(message);
                 }
-                Message::Graves(reply) => drop(reply.send(self.graves())),
+                Message::Graves(reply) => self.graves(reply),
                 Message::Settle(shared, reply) => self.settle(shared, reply),
                 Message::LetGo => self.let_go(),
                 Message::Put(shard, part) => self.put(shard, part),
@@ -266,7 +266,10 @@ impl Executor {
             match message {
                 Message::Adopt { shared, shards, told, reply, .. } => {
                     let batch = Batch::beside(shards.len());
-                    let _ = reply.send(own.adopt(&shared, shards, (told.as_deref(), batch)).await);
+                    let adopted = own.adopt(&shared, shards, (told.as_deref(), batch)).await;
+                    // What was told is the caller's to drop, which takes long.
+                    drop(told);
+                    let _ = reply.send(adopted);
                 }
                 Message::GiveUp { shared, dir, reply } => drop(reply.send(own.give_up(&shared, dir).await)),
                 Message::LookAgain { shared, dir, reply } => {
@@ -390,12 +393,16 @@ impl Executor {
     }
 
     /// What its shards know to be deleted.
-    fn graves(&self) -> Graves {
-        let mut graves = Graves::default();
-        for shard in self.shards.borrow().values().filter(|shard| !shard.volume.is_out()) {
-            graves.add(&shard.volume.tombstones.borrow());
-        }
-        graves
+    fn graves(&self, reply: Reply<Graves>) {
+        let shards: Vec<_> = self.shards.borrow().values().map(Rc::clone).collect();
+        self.background(async move {
+            let mut graves = Graves::default();
+            for shard in shards.iter().filter(|shard| !shard.volume.is_out()) {
+                shard.volume.add_graves(&mut graves).await;
+            }
+            // A caller that is gone needs no answer.
+            let _ = reply.send(graves);
+        });
     }
 
     /// Forgets what was in directories that are gone, and has those in use begin a term.

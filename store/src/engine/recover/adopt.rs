@@ -105,6 +105,13 @@ impl Batch {
         Ok(())
     }
 
+    /// Other tasks have their turn, if there are any.
+    pub(super) async fn let_others(&self) {
+        if self.is_beside {
+            yield_now().await;
+        }
+    }
+
     fn count(&mut self, shard: u32) -> &mut Counts {
         self.counts.entry(shard).or_default()
     }
@@ -194,6 +201,10 @@ impl Recovery<'_> {
         // What a segment buries may lie in the same segment.
         for (entry, namespace) in entries.iter().zip(&namespaces) {
             self.bury(entry, namespace);
+            // One entry has up to a few hundred.
+            if matches!(entry.content, Content::Tombstones(_)) {
+                self.batch.let_others().await;
+            }
         }
         let all: Vec<_> = entries.iter().zip(&namespaces).rev().collect();
         for some in all.chunks(RECORDS_AT_ONCE) {
@@ -204,9 +215,7 @@ impl Recovery<'_> {
                     _ => self.report.undefined += 1,
                 }
             }
-            if self.batch.is_beside {
-                yield_now().await;
-            }
+            self.batch.let_others().await;
         }
         Ok(())
     }

@@ -15,18 +15,19 @@
 
 mod adopt;
 mod files;
+mod footers;
 mod observe;
 mod report;
 mod scan;
 #[cfg(test)]
 pub(super) mod tests;
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::format::checkpoint::SEGMENT_FREE;
-use kvarts_layout::format::footer::{self, Content, Entry, Footer};
+use kvarts_layout::format::footer::{Content, Entry, Footer};
 use kvarts_layout::format::recovery::{Decision, HeaderSeen, Scan, TrailerSeen, segment_row};
 use kvarts_layout::format::trailer::{SealReason, Trailer};
 
@@ -34,9 +35,10 @@ pub use report::{Problem, RecoveryReport};
 
 pub(crate) use self::adopt::Batch;
 use self::files::{Files, SegmentFile};
+use self::footers::Ahead;
 use self::scan::Target;
-use crate::driver::{Meta, ReadInto};
 use crate::engine::space::evict::batch::punched_bytes;
+use crate::engine::tasks::steps::AT_ONCE;
 use crate::engine::volume::Volume;
 use crate::engine::volume::checkpoint::{self, Checkpoint};
 use crate::engine::volume::pages::{CLASS, memory};
@@ -46,10 +48,7 @@ use crate::engine::write::log::Log;
 use crate::io::{MetaOp, Reply};
 use kvarts_contract::class::Class;
 use kvarts_contract::error::Reason;
-use kvarts_contract::{
-    buffers::BufMut,
-    io_error::{FileId, IoError, IoErrorKind},
-};
+use kvarts_contract::io_error::{FileId, IoError, IoErrorKind};
 use observe::Ends;
 
 /// Footers that are read ahead of the one being taken in, and questions for holes beside them.
@@ -150,8 +149,15 @@ pub(crate) async fn recover_told(
     let mut sources = recovery.classify(&found.segments).await?;
     recovery.pass_over_sequences();
     if let Some(told) = told.filter(|_| !kvarts_layout::planted!("behind-not-told")) {
-        let below = volume.sequence.get();
-        volume.tombstones.borrow_mut().bury_told(told, below);
+        let (below, mut behind) = (volume.sequence.get(), None);
+        loop {
+            let at_once = (behind, AT_ONCE as usize);
+            behind = volume.tombstones.borrow_mut().bury_told(told, below, at_once);
+            if behind.is_none() {
+                break;
+            }
+            recovery.batch.let_others().await;
+        }
     }
     // Newest first: see `adopt`.
     sources.sort_by_key(|source| std::cmp::Reverse(source.first_sequence));
@@ -359,34 +365,28 @@ impl Recovery<'_> {
         written.map_err(Reason::from)
     }
 
-    /// Takes segments into the index, in this order, reading footers ahead.
+    /// Takes segments into the index, in this order, reading and decoding footers ahead.
     async fn take_in(&mut self, sources: Vec<Source>) -> Result<(), Reason> {
         let blocks = sources.iter().map(Source::blocks_about).sum();
         self.batch.begin(&self.volume.shared, self.volume.shard, blocks);
-        let mut ahead = VecDeque::<(ReadInto, Meta)>::new();
-        let (mut next, mut begun) = (0, 0);
-        while let Some(source) = sources.get(next) {
-            while let Some(source) = sources.get(begun).filter(|_| begun < next + FOOTERS_AHEAD) {
-                if let Listed::Footer(_, trailer) = &source.listed {
-                    let buf = memory(self.volume, trailer.footer_bytes as usize)?;
-                    let file = source.segment.file;
-                    let read = self.volume.driver.read_into(CLASS, file, trailer.footer_offset, buf);
-                    // Bytes behind the records belong to none, and are mostly one hole that was never written.
-                    let holes = self.volume.driver.meta(MetaOp::Holes { file, upto: trailer.log_end });
-                    ahead.push_back((read, holes));
+        let mut ahead = Ahead::default();
+        let mut begun = sources.iter();
+        for (at, source) in sources.iter().enumerate() {
+            while begun.len() + at + FOOTERS_AHEAD > sources.len()
+                && let Some(source) = begun.next()
+            {
+                if let Listed::Footer(ends, trailer) = &source.listed {
+                    ahead.begin(footers::find(self.volume, &source.segment, (ends, *trailer))?);
                 }
-                begun += 1;
             }
-            next += 1;
             match &source.listed {
                 Listed::Scanned(entries) => self.adopt(&source.segment, entries).await?,
                 Listed::Footer(ends, trailer) => {
-                    let Some((read, holes)) = ahead.pop_front() else { continue };
                     self.report.metadata_bytes += u64::from(trailer.footer_bytes);
-                    let image = read.await.ok();
-                    match found_holes(holes.await)? {
+                    let (footer, holes) = ahead.next().await;
+                    match holes? {
                         Some(holes) => {
-                            self.take_in_footer(source, (ends, trailer), image, holes).await?;
+                            self.take_in_footer(source, (ends, trailer), footer, holes).await?;
                         }
                         // It stays suspect: neither read nor recycled.
                         None => self.pass_over(source.segment.number),
@@ -401,21 +401,15 @@ impl Recovery<'_> {
         &mut self,
         source: &Source,
         (ends, trailer): (&Ends, &Trailer),
-        image: Option<BufMut>,
+        footer: Option<Footer>,
         holes: Vec<(u64, u64)>,
     ) -> Result<(), Reason> {
         let segment = &source.segment;
         let mut sighting = ends.sighting(&self.checkpoint);
-        let position = ends.trailer_position.at(trailer.footer_offset);
-        // Decoded where it lies: there are tens of megabytes of footers for a million blocks.
-        let decode = |image: &[u8]| {
-            let named = footer::tag_of(image) == Some(trailer.footer_tag);
-            Footer::decode(image, &position, &self.volume.shared.secret).ok().filter(|_| named)
-        };
-        match image.and_then(|image| image.digest(0, image.len(), decode)) {
+        match footer {
             Some(footer) => {
                 self.report.take(segment_row(&sighting), segment.number, 0);
-                segment.generation.set(position.generation);
+                segment.generation.set(ends.trailer_position.generation);
                 segment.first_sequence.set(trailer.first_sequence);
                 segment.found(trailer.log_end, &footer.records);
                 self.note_holes(segment, holes, &footer.records);

@@ -21,9 +21,9 @@ use kvarts_layout::format::{self, PAGE_BYTES, Position, checkpoint as on_disk};
 use self::checkpoint::Slots;
 use self::noted::Noted;
 use self::segment::{Segment, SegmentState};
-use self::tombstones::{Behind, TombstoneSet};
+use self::tombstones::{Behind, Graves, TombstoneSet};
 use super::shared::Shared;
-use super::tasks::notify::Notify;
+use super::tasks::notify::{Notify, yield_now};
 use super::tasks::steps::{AT_ONCE, Section};
 use crate::driver::Driver;
 use crate::index::RecordInfo;
@@ -292,6 +292,21 @@ impl Volume {
         self.change_tombstones(|dead| dead.prune_namespaces(floor));
     }
 
+    /// What is deleted here, for shards that were not told. Others have their turn in between.
+    pub(crate) async fn add_graves(&self, graves: &mut Graves) {
+        let mut section = Section::begin(&self.shared.work.deletes, &*self.shared.clock);
+        let namespaces = self.tombstones.borrow().namespaces();
+        for namespace in namespaces {
+            let mut behind = Some(Behind::default());
+            while let Some(from) = behind {
+                let at_once = (from, AT_ONCE as usize);
+                behind = graves.add_some(&self.tombstones.borrow(), namespace, at_once);
+                section.step(AT_ONCE).await;
+            }
+        }
+        graves.add_namespaces(&self.tombstones.borrow());
+    }
+
     /// Changes what is buried; the store leaves room for the checkpoint that says it.
     pub(crate) fn change_tombstones(&self, change: impl FnOnce(&mut TombstoneSet)) {
         let mut dead = self.tombstones.borrow_mut();
@@ -312,6 +327,13 @@ impl Drop for Volume {
         if self.is_counted.get() && !kvarts_layout::planted!("given-up-graves-counted") {
             self.shared.buried.fetch_sub(self.tombstones.borrow().len() as u64, Relaxed);
         }
+        // A map of a hundred thousand takes milliseconds to be dropped.
+        let mut dead = self.tombstones.take();
+        (self.spawn)(Box::pin(async move {
+            while dead.forget_some(AT_ONCE as usize) {
+                yield_now().await;
+            }
+        }));
         self.checkpoints.give_back(&self.shared);
     }
 }

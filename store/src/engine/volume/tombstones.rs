@@ -33,16 +33,34 @@ pub(crate) struct Behind(Option<(BlockKey, Scope)>);
 /// Deletes of some shards, for those of a directory that was out when they were made: of each only what it is for.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Graves {
-    blocks: BTreeSet<(NamespaceId, BlockKey, Scope)>,
+    blocks: BTreeSet<Grave>,
     namespaces: BTreeSet<NamespaceId>,
 }
 
+/// A deleted key, and for which groups and coordinates.
+type Grave = (NamespaceId, BlockKey, Scope);
+
 impl Graves {
-    /// Takes in what a shard knows.
-    pub(crate) fn add(&mut self, dead: &TombstoneSet) {
-        for (namespace, keys) in &dead.blocks {
-            self.blocks.extend(keys.keys().map(|(key, scope)| (*namespace, *key, *scope)));
+    /// Takes in up to `most` of a shard's tombstones of a namespace, those behind `behind`, and gives where to go on; `None` at the end.
+    pub(crate) fn add_some(
+        &mut self,
+        dead: &TombstoneSet,
+        namespace: NamespaceId,
+        (behind, most): (Behind, usize),
+    ) -> Option<Behind> {
+        let from = behind.0.map_or(Bound::Unbounded, Bound::Excluded);
+        let (mut last, mut count) = (None, 0);
+        for &(key, scope) in
+            dead.blocks.get(&namespace)?.range((from, Bound::Unbounded)).take(most).map(|(at, _)| at)
+        {
+            self.blocks.insert((namespace, key, scope));
+            (last, count) = (Some((key, scope)), count + 1);
         }
+        (count == most).then_some(Behind(last))
+    }
+
+    /// Takes in the namespaces that a shard knows to be deleted, of which there are few.
+    pub(crate) fn add_namespaces(&mut self, dead: &TombstoneSet) {
         self.namespaces.extend(dead.namespaces.keys());
     }
 
@@ -99,15 +117,38 @@ impl TombstoneSet {
         }
     }
 
-    /// Notes that what others know to be deleted is dead in records with a sequence below `below`.
-    pub(crate) fn bury_told(&mut self, told: &Graves, below: u64) {
-        for (namespace, key, (group, coordinate)) in &told.blocks {
-            let (group, coordinate, key) = (*group, *coordinate, key.0);
-            self.bury(*namespace, &Tombstone { below, coordinate, namespace: 0, group, key });
+    /// Notes that some of what others know to be deleted is dead in records with a sequence below `below`: up to `most` tombstones
+    /// behind `behind`. Gives where to go on; `None` at the end.
+    pub(crate) fn bury_told(
+        &mut self,
+        told: &Graves,
+        below: u64,
+        (behind, most): (Option<Grave>, usize),
+    ) -> Option<Grave> {
+        if behind.is_none() {
+            let epoch = |namespace: &NamespaceId| Epoch { below, namespace: namespace.0 };
+            told.namespaces.iter().for_each(|namespace| self.bury_all(&epoch(namespace)));
         }
-        for namespace in &told.namespaces {
-            self.bury_all(&Epoch { below, namespace: namespace.0 });
+        let from = behind.map_or(Bound::Unbounded, Bound::Excluded);
+        let (mut last, mut count) = (None, 0);
+        for grave in told.blocks.range((from, Bound::Unbounded)).take(most) {
+            let (namespace, BlockKey(key), (group, coordinate)) = *grave;
+            self.bury(namespace, &Tombstone { below, coordinate, namespace: 0, group, key });
+            (last, count) = (Some(*grave), count + 1);
         }
+        last.filter(|_| count == most)
+    }
+
+    /// Forgets up to `most` tombstones, whatever they are for; whether there are more.
+    pub(crate) fn forget_some(&mut self, most: usize) -> bool {
+        for _ in 0..most {
+            let Some(mut keys) = self.blocks.first_entry() else { return false };
+            self.tombstones -= usize::from(keys.get_mut().pop_first().is_some());
+            if keys.get().is_empty() {
+                keys.remove();
+            }
+        }
+        true
     }
 
     /// Forgets some of what no record on disk is old enough for: none has a sequence below `floor`. Looks at up to `most` tombstones of a

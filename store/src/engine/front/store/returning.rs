@@ -82,7 +82,7 @@ impl Store {
         shared.add_part_of(dir);
         returning.hold_deletes();
         let told = Arc::new(router.graves().await?);
-        let reports = router.adopt(shared, &shards, (Some(told), true)).await?;
+        let reports = router.adopt(shared, &shards, (Some(Arc::clone(&told)), true)).await?;
         returning.rejoin(superblock)?;
         // What came back cannot be named one by one: those who follow the events look again.
         shared.events.change().lose();
