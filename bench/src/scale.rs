@@ -9,6 +9,7 @@
 //! Then a store of many small records is filled, and small reads go on beside what could stop an executor ([`stalls`]).
 
 mod stalls;
+mod waiting;
 
 use std::io::Write;
 use std::path::PathBuf;

@@ -146,7 +146,8 @@ impl Items {
         }
     }
 
-    fn count(&self) -> usize {
+    /// How many there are.
+    pub fn count(&self) -> usize {
         match self {
             Self::Segments(items) => items.len(),
             Self::Namespaces(items) => items.len(),
@@ -257,7 +258,7 @@ impl CheckpointHeader {
 }
 
 /// Writes a checkpoint chunk by chunk: the images follow each other in the file without gaps.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct CheckpointWriter {
     header: CheckpointHeader,
     secret: Secret,

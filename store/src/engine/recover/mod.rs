@@ -132,7 +132,7 @@ pub(crate) async fn recover_told(
 ) -> Result<RecoveryReport, Reason> {
     let volume = &*log.volume;
     let found = files::open(volume).await?;
-    let checkpoint = checkpoint::read(volume, &found.checkpoints).await?;
+    let mut checkpoint = checkpoint::read(volume, &found.checkpoints).await?;
     let report = RecoveryReport {
         shard: volume.shard,
         strays: found.strays,
@@ -142,7 +142,7 @@ pub(crate) async fn recover_told(
         ..RecoveryReport::default()
     };
     volume.sequence.set(volume.sequence.get().max(checkpoint.next_sequence));
-    volume.tombstones.replace(checkpoint.tombstones.clone());
+    volume.tombstones.replace(std::mem::take(&mut checkpoint.tombstones));
     let now_ms = volume.shared.clock.unix_millis();
     let mut recovery = Recovery { volume, log, report, checkpoint, batch, now_ms, untold: false };
     recovery.retire(&found);

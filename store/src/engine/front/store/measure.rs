@@ -92,6 +92,11 @@ impl Store {
         self.0.shared.shard_for(first)
     }
 
+    /// The executor of a shard.
+    pub fn executor_of(&self, shard: u32) -> usize {
+        self.0.shared.directories.owner(shard)
+    }
+
     /// How large each table is that the store keeps in memory, all shards and executors together.
     pub async fn tables(&self) -> Result<Vec<Table>, Error> {
         let mut all = memory_audit::of_all(&self.0.shared);

@@ -9,6 +9,8 @@ use kvarts_layout::format::checkpoint::{
 use kvarts_layout::format::names::checkpoint_name;
 use kvarts_layout::format::{PAGE, PAGE_BYTES, Position};
 
+use crate::engine::tasks::notify::yield_now;
+use crate::engine::tasks::steps::AT_ONCE;
 use crate::engine::volume::Volume;
 use crate::engine::volume::pages::Pages;
 use crate::engine::volume::tombstones::TombstoneSet;
@@ -45,7 +47,7 @@ impl Checkpoint {
         records.get(place).copied()
     }
 
-    fn take(&mut self, items: Items, names: &mut BTreeMap<u32, NamespaceId>) {
+    async fn take(&mut self, items: Items, names: &mut BTreeMap<u32, NamespaceId>) {
         match items {
             Items::Segments(segments) => {
                 self.segments.extend(segments.into_iter().map(|segment| (segment.segment, segment)));
@@ -55,10 +57,14 @@ impl Checkpoint {
             }
             Items::Records(records) => records.iter().for_each(|record| self.record(record)),
             Items::Tombstones(tombstones) => {
-                for tombstone in &tombstones {
-                    if let Some(namespace) = names.get(&tombstone.namespace) {
-                        self.tombstones.bury(*namespace, tombstone);
+                for some in tombstones.chunks(AT_ONCE as usize) {
+                    for tombstone in some {
+                        if let Some(namespace) = names.get(&tombstone.namespace) {
+                            self.tombstones.bury(*namespace, tombstone);
+                        }
                     }
+                    // The store may be open.
+                    yield_now().await;
                 }
             }
             Items::Epochs(epochs) => epochs.iter().for_each(|epoch| self.tombstones.bury_all(epoch)),
@@ -147,7 +153,7 @@ async fn read_whole(
         let offset = reader.offset();
         let Ok(bytes) = reader.chunk_bytes(pages.at(offset, PAGE).await?) else { return Ok(None) };
         match reader.chunk(pages.at(offset, bytes).await?) {
-            Ok(Chunk::Items(items)) => checkpoint.take(items, &mut names),
+            Ok(Chunk::Items(items)) => checkpoint.take(items, &mut names).await,
             Ok(Chunk::End(_)) => break,
             Err(_) => return Ok(None),
         }

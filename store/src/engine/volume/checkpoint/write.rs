@@ -13,7 +13,7 @@ use kvarts_layout::format::{EncodeError, PAGE_BYTES, Position};
 
 use super::CheckpointReport;
 use crate::engine::shared::EXPIRY_STEP_MS;
-use crate::engine::tasks::steps::Section;
+use crate::engine::tasks::steps::{AT_ONCE, Section};
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
 use crate::engine::volume::tombstones::{Behind, Listed};
@@ -24,6 +24,8 @@ use kvarts_contract::class::Class;
 use kvarts_contract::error::Reason;
 use kvarts_contract::io_error::{FileId, IoError};
 
+/// Bytes of the largest item, a tombstone.
+const ITEM_BYTES: usize = 72;
 /// How often a checkpoint is begun again because of something transient.
 const TRIES_MAX: u32 = 3;
 
@@ -119,17 +121,17 @@ async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Resul
     report.segments = segments.len() as u64;
     let most = volume.shared.batches.checkpoint_items.max(1);
     for some in segments.chunks(most) {
-        output.chunk(&mut writer, &Items::Segments(some.to_vec())).await?;
+        output.chunk(&mut writer, Items::Segments(some.to_vec())).await?;
     }
     volume.prune_tombstones().await;
     report.buried = volume.tombstones.borrow().version();
     let Listed { names, epochs } = volume.tombstones.borrow().listed();
     for some in names.chunks(most) {
-        output.chunk(&mut writer, &Items::Namespaces(some.to_vec())).await?;
+        output.chunk(&mut writer, Items::Namespaces(some.to_vec())).await?;
     }
     write_tombstones(output, &mut writer, &names).await?;
     for some in epochs.chunks(most) {
-        output.chunk(&mut writer, &Items::Epochs(some.to_vec())).await?;
+        output.chunk(&mut writer, Items::Epochs(some.to_vec())).await?;
     }
     let first = writer.header().map_err(unencodable)?;
     output.append(&writer.end().map_err(unencodable)?).await?;
@@ -151,23 +153,28 @@ async fn write_tombstones(
 ) -> Result<(), Reason> {
     let (volume, mut chunk) = (output.volume, Vec::new());
     let most = volume.shared.batches.checkpoint_tombstones.max(1);
+    let mut section = Section::begin(&volume.shared.work.checkpoints, &*volume.shared.clock);
     for name in names {
         let mut behind = Behind::default();
         loop {
-            let some = volume.tombstones.borrow().some(name, &mut behind, most - chunk.len());
+            let room = (most - chunk.len()).min(AT_ONCE as usize);
+            let some = volume.tombstones.borrow().some(name, &mut behind, room);
             if some.is_empty() {
                 break;
             }
+            section.step(some.len() as u64).await;
             chunk.extend(some);
             if chunk.len() == most {
-                output.chunk(writer, &Items::Tombstones(std::mem::take(&mut chunk))).await?;
+                section.pause();
+                output.chunk(writer, Items::Tombstones(std::mem::take(&mut chunk))).await?;
                 if kvarts_layout::planted!("first-chunk-alone") {
                     return Ok(());
                 }
             }
         }
     }
-    if chunk.is_empty() { Ok(()) } else { output.chunk(writer, &Items::Tombstones(chunk)).await }
+    section.pause();
+    if chunk.is_empty() { Ok(()) } else { output.chunk(writer, Items::Tombstones(chunk)).await }
 }
 
 /// What is said of a segment; `None` if nothing is.
@@ -225,7 +232,7 @@ async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -
             section.pause();
             let rest = items.split_off(most.min(items.len()));
             written += items.len() as u64;
-            output.chunk(writer, &Items::Records(std::mem::replace(&mut items, rest))).await?;
+            output.chunk(writer, Items::Records(std::mem::replace(&mut items, rest))).await?;
         }
     }
     Ok(written)
@@ -254,9 +261,17 @@ fn unencodable(_: EncodeError) -> Reason {
 }
 
 impl Output<'_> {
-    async fn chunk(&mut self, writer: &mut CheckpointWriter, items: &Items) -> Result<(), Reason> {
-        let image = writer.chunk(items).map_err(unencodable)?;
-        self.append(&image).await
+    async fn chunk(&mut self, writer: &mut CheckpointWriter, items: Items) -> Result<(), Reason> {
+        let (bytes, mut own) = (items.count().saturating_mul(ITEM_BYTES), writer.clone());
+        let encode = move || {
+            let image = own.chunk(&items);
+            (own, image)
+        };
+        let volume = self.volume;
+        let encoded = volume.driver.compute(volume.dir, bytes, encode).await;
+        let (own, image) = encoded.map_err(|error| failed(volume, &error))?;
+        *writer = own;
+        self.append(&image.map_err(unencodable)?).await
     }
 
     async fn append(&mut self, image: &[u8]) -> Result<(), Reason> {
