@@ -8,6 +8,7 @@
 //!
 //! Then a store of many small records is filled, and small reads go on beside what could stop an executor ([`stalls`]).
 
+mod bare_reader;
 mod stalls;
 mod waiting;
 

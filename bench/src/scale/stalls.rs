@@ -6,7 +6,8 @@
 //!
 //! Where threads are more than processors, each waits for its turn. So each wait is told twice: as it was, and less the time in which the
 //! executor, or the reader, could have run and had no processor (the longer of both, which may be a part of the other): that is the engine's
-//! own.
+//! own. Another thread reads a page of a file of its own on the same file system now and then: what the disk makes a read wait, it
+//! makes that one wait, too.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -28,6 +29,7 @@ use kvarts_store::engine::{CompactOptions, Compaction, Limits, Options, Store};
 use kvarts_store::home::Places;
 use serde_json::{Value, json};
 
+use super::bare_reader::BareReader;
 use super::waiting::Waiting;
 use crate::report::Report;
 use crate::scratch::Scratch;
@@ -80,6 +82,9 @@ struct Gap {
     /// The same less what was waited for a processor.
     own_p999: f64,
     own_longest: f64,
+    /// What reads of a page of a file of their own waited meanwhile, without any store.
+    bare_p999: f64,
+    bare_longest: f64,
 }
 
 impl Gap {
@@ -124,12 +129,13 @@ pub(super) fn measure(
     for gap in &gaps {
         report.note(format!(
             "beside {}: a read of 4 KiB waits {:.2} ms at most, {:.2} ms of a thousand; without waits for a \
-            processor {:.2} and {:.2} ms ({} reads in {:.1} s)",
+            processor {:.2} and {:.2} ms; a bare read {:.2} ms at most ({} reads in {:.1} s)",
             gap.beside,
             gap.longest() * 1e3,
             gap.p999 * 1e3,
             gap.own_longest * 1e3,
             gap.own_p999 * 1e3,
+            gap.bare_longest * 1e3,
             gap.reads,
             gap.seconds
         ));
@@ -148,7 +154,7 @@ pub(super) fn measure(
 fn row(gap: &Gap) -> Value {
     json!({
         "beside": gap.beside, "seconds": gap.seconds, "reads": gap.reads, "p50_us": gap.p50 * 1e6,
-        "own_p999_ms": gap.own_p999 * 1e3, "own_longest_ms": gap.own_longest * 1e3, "p999_ms": gap.p999 * 1e3, "longest_ms": gap.longest.iter().map(|one| one * 1e3).collect::<Vec<_>>(),
+        "bare_p999_ms": gap.bare_p999 * 1e3, "bare_longest_ms": gap.bare_longest * 1e3, "own_p999_ms": gap.own_p999 * 1e3, "own_longest_ms": gap.own_longest * 1e3, "p999_ms": gap.p999 * 1e3, "longest_ms": gap.longest.iter().map(|one| one * 1e3).collect::<Vec<_>>(),
     })
 }
 
@@ -157,6 +163,7 @@ struct Bench<'a> {
     size: Size,
     /// The last directory of the store, and what notices that it is gone.
     last: (Places, PathBuf),
+    bare: BareReader,
     /// One of each rank.
     ranks: Vec<Subject>,
     source: SharedBuf,
@@ -182,7 +189,8 @@ impl<'a> Bench<'a> {
             Ok(Subject { name, namespace, group: Group(0), coordinate, shape, block_tokens: 16 })
         };
         let ranks = (0..COLUMNS).map(rank).collect::<Result<_, Failure>>()?;
-        Ok(Self { store, size, last, ranks, source: setup::noise(64 * BLOCK_BYTES as usize)? })
+        let bare = BareReader::new(last.1.with_extension("bare"))?;
+        Ok(Self { store, size, last, bare, ranks, source: setup::noise(64 * BLOCK_BYTES as usize)? })
     }
 
     fn run(&self) -> Result<(Vec<Gap>, f64), Failure> {
@@ -387,10 +395,11 @@ impl<'a> Bench<'a> {
     ) -> Result<Gap, Failure> {
         progress(&format!("reading beside {beside}"));
         let (done, begin) = (AtomicBool::new(false), Instant::now());
-        let read = std::thread::scope(|threads| {
+        let (read, mut bare) = std::thread::scope(|threads| {
             let done = &done;
             let readers: Vec<_> =
                 targets.iter().map(|target| threads.spawn(move || self.read_until(done, *target))).collect();
+            let bare = threads.spawn(move || self.bare.read_until(done));
             let worked = work();
             done.store(true, Ordering::Release);
             let read = readers.into_iter().map(|reader| match reader.join() {
@@ -398,7 +407,8 @@ impl<'a> Bench<'a> {
                 Err(_) => Err(Failure::user("a reader failed")),
             });
             let read: Result<Vec<Vec<Took>>, Failure> = read.collect();
-            worked.and(read)
+            let bare = bare.join().map_err(|_| Failure::user("the bare reader failed"));
+            worked.and(read.and_then(|read| Ok((read, bare??))))
         })?;
         let seconds = begin.elapsed().as_secs_f64();
         let longest = read.iter().map(|one| one.iter().map(|took| took.all).fold(0.0, f64::max)).collect();
@@ -412,6 +422,7 @@ impl<'a> Bench<'a> {
             all.get((all.len() * thousandths / 1000).min(all.len().saturating_sub(1))).copied().unwrap_or(0.0)
         };
         let (all, own) = (sorted(|took| took.all), sorted(|took| took.own));
+        bare.sort_by(f64::total_cmp);
         Ok(Gap {
             beside,
             seconds,
@@ -421,6 +432,8 @@ impl<'a> Bench<'a> {
             longest,
             own_p999: at(&own, 999),
             own_longest: at(&own, 1000),
+            bare_p999: at(&bare, 999),
+            bare_longest: at(&bare, 1000),
         })
     }
 

@@ -362,6 +362,40 @@ mod tests {
     }
 
     #[test]
+    fn deletes_are_told_a_few_at_a_time_and_completely() {
+        let other = NamespaceId([2; 32]);
+        let mut dead = TombstoneSet::default();
+        for key in 0..50 {
+            dead.bury(HERE, &tombstone(key, (None, None), 3));
+            dead.bury(other, &tombstone(key, (Some(u32::from(key)), None), 3));
+        }
+        dead.bury_all(&Epoch { below: 3, namespace: other.0 });
+        for most in [1, 7, 50, 64] {
+            let mut graves = Graves::default();
+            for namespace in dead.namespaces() {
+                let mut behind = Some(Behind::default());
+                while let Some(from) = behind {
+                    behind = graves.add_some(&dead, namespace, (from, most));
+                }
+            }
+            graves.add_namespaces(&dead);
+            let (mut told, mut behind) = (TombstoneSet::default(), None);
+            loop {
+                behind = told.bury_told(&graves, 9, (behind, most));
+                if behind.is_none() {
+                    break;
+                }
+            }
+            let keys =
+                |set: &TombstoneSet| listed(set).iter().map(|one| (one.key, one.group)).collect::<Vec<_>>();
+            assert_eq!((told.len(), keys(&told)), (dead.len(), keys(&dead)), "{most} at a time");
+            assert!(listed(&told).iter().all(|one| one.below == 9) && told.covers(other, 8));
+            while told.forget_some(most) {}
+            assert_eq!(told.len(), 1, "but for the namespace");
+        }
+    }
+
+    #[test]
     fn what_is_listed_buries_the_same_again() {
         let mut dead = TombstoneSet::default();
         let other = NamespaceId([2; 32]);
