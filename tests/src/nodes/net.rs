@@ -1,6 +1,6 @@
 //! What passes between nodes: how long it takes, and what does not arrive.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -53,6 +53,8 @@ struct State {
     links: BTreeMap<Way, Link>,
     blocked: BTreeMap<Way, Arc<AtomicBool>>,
     nodes: BTreeMap<usize, Weak<ClusterNode>>,
+    /// Places whose nodes stand still.
+    stopped: BTreeSet<usize>,
     /// How often the connection for calls was broken.
     broken: BTreeMap<Way, u64>,
     /// Connections that carry bytes, by the way that one of their directions goes: whether they are broken.
@@ -177,6 +179,22 @@ impl Net {
     /// The connection for calls of this way, by how often it was broken.
     pub fn connection(&self, way: Way) -> u64 {
         self.lock().broken.get(&way).copied().unwrap_or_default()
+    }
+
+    /// The node of a place stands still, or goes on.
+    pub(super) fn stop(&self, place: usize, stops: bool) {
+        self.note("stop", (place, place), &[u64::from(stops)]);
+        let mut state = self.lock();
+        if stops {
+            state.stopped.insert(place);
+        } else {
+            state.stopped.remove(&place);
+        }
+    }
+
+    /// Whether the node of a place stands still.
+    pub(super) fn is_stopped(&self, place: usize) -> bool {
+        self.lock().stopped.contains(&place)
     }
 
     /// Who is at this place now.

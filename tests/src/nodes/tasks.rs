@@ -1,6 +1,6 @@
 //! Tasks and timers of simulated time. Each task belongs to an owner and ends with it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -34,6 +34,8 @@ struct State {
     all: BTreeMap<u64, Arc<One>>,
     next: u64,
     timers: BTreeMap<(Nanos, u64), Waker>,
+    /// Owners whose tasks stand still.
+    stopped: BTreeSet<u64>,
 }
 
 /// The tasks of a simulation.
@@ -78,11 +80,14 @@ impl Tasks {
         due.into_iter().for_each(Waker::wake);
         let one = {
             let mut state = self.lock();
-            if state.queue.is_empty() {
+            let State { queue, stopped, .. } = &mut *state;
+            let is_free = |at: &usize| queue.get(*at).is_some_and(|one| !stopped.contains(&one.owner));
+            let free: Vec<usize> = (0..queue.len()).filter(is_free).collect();
+            if free.is_empty() {
                 return false;
             }
-            let at = rng.index(state.queue.len());
-            state.queue.swap_remove(at)
+            let at = free[rng.index(free.len())];
+            queue.swap_remove(at)
         };
         one.is_queued.store(false, Ordering::SeqCst);
         let waker = Waker::from(Arc::clone(&one));
@@ -104,6 +109,16 @@ impl Tasks {
     /// Tasks that have not ended.
     pub fn count(&self) -> usize {
         self.lock().all.len()
+    }
+
+    /// The tasks of this owner stand still, or go on.
+    pub fn stop(&self, owner: u64, stops: bool) {
+        let mut state = self.lock();
+        if stops {
+            state.stopped.insert(owner);
+        } else {
+            state.stopped.remove(&owner);
+        }
     }
 
     /// The tasks of this owner end where they are.

@@ -3,7 +3,7 @@
 
 use std::any::Any;
 use std::cell::Cell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -31,6 +31,8 @@ struct Asleep {
 }
 
 struct Thread {
+    /// The node that it is of.
+    place: usize,
     asleep: Asleep,
     wakes: Arc<Condvar>,
 }
@@ -39,6 +41,8 @@ struct Thread {
 struct State {
     threads: BTreeMap<u64, Thread>,
     next: u64,
+    /// Nodes whose threads stand still.
+    stopped: BTreeSet<usize>,
     /// The thread that runs. If none does, the simulation decides.
     running: Option<u64>,
     /// A thread that is woken now ends.
@@ -71,14 +75,14 @@ impl Threads {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One more thread. It begins when it is its turn.
-    pub fn start(self: &Arc<Self>, body: Box<dyn FnOnce() + Send>) -> std::io::Result<Join> {
+    /// One more thread of a node. It begins when it is its turn.
+    pub fn start(self: &Arc<Self>, place: usize, body: Box<dyn FnOnce() + Send>) -> std::io::Result<Join> {
         let (number, wakes) = {
             let mut state = self.lock();
             state.next += 1;
             let (number, wakes) = (state.next, Arc::new(Condvar::new()));
             let asleep = Asleep { until: Some(Nanos(0)), ..Asleep::default() };
-            state.threads.insert(number, Thread { asleep, wakes: Arc::clone(&wakes) });
+            state.threads.insert(number, Thread { place, asleep, wakes: Arc::clone(&wakes) });
             (number, wakes)
         };
         let (threads, bug) = (Arc::clone(self), planted::current());
@@ -153,7 +157,8 @@ impl Threads {
                 || end_of.is_some_and(|other| !state.threads.contains_key(&other))
                 || wire.as_ref().is_some_and(|(wire, ready)| wire.is_ready(*ready, now))
         };
-        state.threads.iter().filter(|(_, thread)| is_ready(thread)).map(|(number, _)| *number).collect()
+        let all = state.threads.iter().filter(|(_, thread)| !state.stopped.contains(&thread.place));
+        all.filter(|(_, thread)| is_ready(thread)).map(|(number, _)| *number).collect()
     }
 
     /// When the next could go on.
@@ -164,7 +169,18 @@ impl Threads {
             let wire = wire.as_ref().and_then(|(wire, ready)| wire.ready_at(*ready));
             wire.into_iter().chain(*until).min()
         };
-        state.threads.values().filter_map(of).min()
+        let all = state.threads.values().filter(|thread| !state.stopped.contains(&thread.place));
+        all.filter_map(of).min()
+    }
+
+    /// The threads of a node stand still, or go on.
+    pub fn stop(&self, place: usize, stops: bool) {
+        let mut state = self.lock();
+        if stops {
+            state.stopped.insert(place);
+        } else {
+            state.stopped.remove(&place);
+        }
     }
 
     /// Lets a thread go on until it sleeps.

@@ -142,7 +142,7 @@ impl SimHost {
 
 impl Host for SimHost {
     fn thread(&self, _: &'static str, body: Box<dyn FnOnce() + Send>) -> std::io::Result<Join> {
-        self.threads.start(body)
+        self.threads.start(self.place, body)
     }
 
     fn connect(&self, address: SocketAddr, within: Duration) -> std::io::Result<Arc<dyn Wire>> {
@@ -150,7 +150,9 @@ impl Host for SimHost {
         let way = (self.place, to);
         self.pause(self.net.link(way).delay.1);
         let gone = || std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
-        if self.net.link(way).is_blocked || self.net.link((to, self.place)).is_blocked {
+        let is_blocked = self.net.link(way).is_blocked || self.net.link((to, self.place)).is_blocked;
+        // The kernel takes connections for a process that stands still.
+        if is_blocked && !self.net.is_stopped(to) {
             self.pause(within);
             return Err(std::io::ErrorKind::TimedOut.into());
         }
@@ -225,6 +227,8 @@ pub struct Seat {
     pub running: Option<Running>,
     /// How it answers others.
     pub manner: Arc<AtomicU8>,
+    /// Its process stands still, and so does everything of it.
+    is_stopped: bool,
     /// Where it keeps what was deleted: what is written is durable.
     pub deletes: InMemory,
     starts: u64,
@@ -271,6 +275,7 @@ impl Town {
             media: Some(Media::new(config.disk.dirs, config.disk.capacity)),
             running: None,
             manner: Arc::default(),
+            is_stopped: false,
             deletes: InMemory::default(),
             starts: 0,
         };
@@ -382,6 +387,10 @@ impl Town {
         is_told: bool,
         state: impl FnOnce(&SimWorld) -> Media,
     ) -> Result<(), String> {
+        if self.seats[place].is_stopped {
+            // What is left of it has to end.
+            self.stand_still(place, false);
+        }
         let Some(Running { world, store, node, owner, .. }) = self.seats[place].running.take() else {
             return Ok(());
         };
@@ -400,11 +409,14 @@ impl Town {
         // What is left of it ends on a thread, as it waits for threads.
         let ended = Arc::new(AtomicU8::new(0));
         let told = Arc::clone(&ended);
-        let _ = self.threads.start(Box::new(move || {
-            node.stop();
-            drop(node);
-            told.store(1, Ordering::SeqCst);
-        }));
+        let _ = self.threads.start(
+            place,
+            Box::new(move || {
+                node.stop();
+                drop(node);
+                told.store(1, Ordering::SeqCst);
+            }),
+        );
         self.until(STEPS_MAX, |_| ended.load(Ordering::SeqCst) == 1)
     }
 
@@ -429,6 +441,19 @@ impl Town {
         closed.map_err(|error| format!("a store does not close: {error}"))?;
         drop(store);
         self.crash(place, true, |world| world.kill())
+    }
+
+    /// The process of a place stands still, as by `SIGSTOP`, until it goes on: other nodes are not told, and nothing passes to it or
+    /// from it.
+    pub fn stand_still(&mut self, place: usize, stops: bool) {
+        let Some(running) = &self.seats[place].running else { return };
+        self.tasks.stop(running.owner, stops);
+        self.threads.stop(place, stops);
+        self.net.stop(place, stops);
+        self.seats[place].is_stopped = stops;
+        for way in self.ways().into_iter().filter(|(from, to)| *from == place || *to == place) {
+            self.net.change(way, |link| link.is_blocked = stops);
+        }
     }
 
     /// The disk of a place that does not run.
@@ -466,8 +491,8 @@ impl Town {
     }
 
     fn worlds(&self, more: &[&SimWorld]) -> Vec<SimWorld> {
-        let running =
-            self.seats.iter().filter_map(|seat| seat.running.as_ref()).map(|running| &running.world);
+        let going = self.seats.iter().filter(|seat| !seat.is_stopped);
+        let running = going.filter_map(|seat| seat.running.as_ref()).map(|running| &running.world);
         running.chain(more.iter().copied()).cloned().collect()
     }
 
