@@ -126,6 +126,11 @@ fn sessions_hold_what_they_need_and_leave_nothing() {
 }
 
 #[test]
+fn what_stands_still_hangs_or_is_hostile_costs_itself_only() {
+    run("R46", 3);
+}
+
+#[test]
 fn work_grows_as_requests_do() {
     run("R30", 9);
 }
@@ -147,10 +152,18 @@ fn root() -> PathBuf {
 /// How often each name stands in a `planted!` of the sources.
 fn planted() -> BTreeMap<String, usize> {
     let mut found = BTreeMap::new();
-    let mut folders: Vec<PathBuf> =
-        ["layout/src", "store/src", "fsck/src", "client/src", "cluster/src", "cold/src", "peer/src"]
-            .map(|one| root().join(one))
-            .into();
+    let mut folders: Vec<PathBuf> = [
+        "layout/src",
+        "store/src",
+        "fsck/src",
+        "client/src",
+        "cluster/src",
+        "cold/src",
+        "peer/src",
+        "server/src",
+    ]
+    .map(|one| root().join(one))
+    .into();
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();

@@ -271,6 +271,7 @@ impl ClusterNode {
         let mut known = Known { copies: Vec::with_capacity(places.len()), ..Known::default() };
         for (turn, some) in places.chunks(wire::TAGS_MAX).enumerate() {
             let asked = proto::LocateRequest { tags: wire::tag_bytes(tags, some), number: 0, owners };
+            let timeout = if planted!("silent-holder-awaited") { timeout * 400 } else { timeout };
             let reply = link.locate(asked, timeout).await.ok()?;
             let nodes: Vec<NodeId> =
                 reply.nodes.as_chunks::<16>().0.iter().map(|id| kvarts_layout::StoreId(*id)).collect();

@@ -15,6 +15,7 @@ use kvarts_cluster::paths::PathId;
 use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::Reason;
 use kvarts_layout::plan::Tile;
+use kvarts_layout::planted;
 use kvarts_wire::busy;
 
 use super::OWN;
@@ -67,6 +68,7 @@ impl Reading {
         };
         let is_silent = |ask: &Ask| {
             let is_peers = ask.path != OWN && !last.has(ask.path) && ask.is_running();
+            let is_peers = is_peers && !planted!("silent-peer-awaited");
             is_peers && now.since(ask.at) >= ask.patience && now.since(heard(ask)) >= ask.patience
         };
         let silent = self.asks.values().filter(|ask| is_silent(ask));

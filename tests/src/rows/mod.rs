@@ -176,6 +176,7 @@ pub fn all() -> Vec<Row> {
     rows.push(sessions::row());
     rows.push(drives::row());
     rows.push(lost_drives::row());
+    rows.push(nodes::trouble::row());
     rows.push(planted::row());
     rows
 }

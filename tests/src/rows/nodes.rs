@@ -2,6 +2,7 @@
 //! their power and come back, members change, and blocks are put, read, copied and deleted everywhere.
 
 mod members;
+pub(super) mod trouble;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -31,7 +32,7 @@ use super::pool::{States, until};
 use super::{Row, Tally};
 use crate::conformance::pages;
 use crate::fixture::{self, Style};
-use crate::nodes::ledger::Book;
+use crate::nodes::ledger::{Book, Due};
 use crate::nodes::net::Fault;
 use crate::nodes::tasks::Owner;
 use crate::nodes::town::{Manner, STEPS_MAX, Town, USERS};
@@ -86,7 +87,12 @@ impl Scene {
     fn new(seed: Seed) -> Result<Self, String> {
         let mut rng = seed.child("nodes").rng();
         let count = [2, 3, 3, 3, 3, 4, 5, 8][rng.index(8)];
-        let town = Town::new(seed, count, &store_options());
+        Self::of(Town::new(seed, count, &store_options()), rng)
+    }
+
+    /// All nodes of a town run.
+    fn of(town: Town, rng: Rng) -> Result<Self, String> {
+        let count = town.seats.len();
         let (group, coordinate) = pages();
         let identity = fixture::identity("nodes");
         let namespace = identity.namespace_id().map_err(|error| error.to_string())?;
@@ -142,17 +148,25 @@ impl Scene {
     }
 
     fn put(&mut self, place: usize) {
+        if self.town.seats[place].running.is_none() {
+            return;
+        }
+        let keys = self.some();
+        let durable = self.rng.below(3) > 0;
+        let ttl = (self.rng.below(5) == 0).then(|| Duration::from_millis(self.rng.between(200, TTL_MS_MAX)));
+        self.put_these(place, keys, durable, ttl);
+    }
+
+    fn put_these(&mut self, place: usize, keys: Vec<BlockKey>, durable: bool, ttl: Option<Duration>) {
         let Some(running) = &self.town.seats[place].running else { return };
         let store = running.store.clone();
         self.producers += 1;
-        let (keys, producer, (group, coordinate)) = (self.some(), self.producers, pages());
+        let (producer, (group, coordinate)) = (self.producers, pages());
         let Ok(from) = fixture::place(&self.shape, keys.len() as u32, Style::Blocks, 0) else { return };
         for (at, key) in (0..).zip(&keys) {
             let content = fixture::content(key, group, coordinate, producer, &self.shape);
             fixture::write_block(&from, at, &content);
         }
-        let durable = self.rng.below(3) > 0;
-        let ttl = (self.rng.below(5) == 0).then(|| Duration::from_millis(self.rng.between(200, TTL_MS_MAX)));
         let request = PutRequest {
             parent: Parent::Unknown,
             expires_after: ttl,
@@ -173,17 +187,25 @@ impl Scene {
     }
 
     fn delete(&mut self, place: usize) {
+        if self.town.node(place).is_some() {
+            let all = self.rng.below(8) == 0;
+            let keys = self.some();
+            self.delete_these(place, (!all).then_some(keys), None);
+        }
+    }
+
+    /// These blocks, or everything; what is `due` is over with the answer.
+    fn delete_these(&mut self, place: usize, keys: Option<Vec<BlockKey>>, due: Option<Due>) {
         let Some(node) = self.town.node(place).cloned() else { return };
-        let all = self.rng.below(8) == 0;
-        let keys = self.some();
         let (clock, book) = (Arc::clone(&self.town.clock), self.book.clone());
-        let number = book.delete(self.count(), (!all).then_some(&keys), clock.now());
-        let target = if all { Target::Namespace } else { Target::Keys { column: None, keys } };
+        let number = book.delete(self.count(), keys.as_deref(), clock.now());
+        let target = keys.map_or(Target::Namespace, |keys| Target::Keys { column: None, keys });
         let request = DeleteRequest { namespace: self.namespace, target, deadline: None };
         let ids = self.ids();
         self.spawn(place, async move {
             let before = node.members();
             let Ok(deleted) = node.delete(request).await else { return };
+            drop(due);
             let is_refused = |one: &DeleteOutcome| matches!(one, DeleteOutcome::Refused(_));
             if deleted.reply.outcomes.iter().any(is_refused) {
                 return;
@@ -195,14 +217,22 @@ impl Scene {
 
     /// Blocks are to end sooner than they would.
     fn shorten(&mut self, place: usize) {
+        if self.town.node(place).is_some() {
+            let keys = self.some();
+            self.shorten_these(place, keys, None);
+        }
+    }
+
+    fn shorten_these(&mut self, place: usize, keys: Vec<BlockKey>, due: Option<Due>) {
         let Some(node) = self.town.node(place).cloned() else { return };
-        let (keys, ttl) = (self.some(), Duration::from_millis(self.rng.between(200, TTL_MS_MAX)));
+        let ttl = Duration::from_millis(self.rng.between(200, TTL_MS_MAX));
         let (clock, book) = (Arc::clone(&self.town.clock), self.book.clone());
         let number = book.delete(self.count(), Some(&keys), clock.now());
         let (namespace, ids) = (self.namespace, self.ids());
         self.spawn(place, async move {
             let before = node.members();
             let Ok(shorter) = node.end_sooner(namespace, pages(), keys, ttl).await else { return };
+            drop(due);
             let told = told(&ids, (&*before, &*node.members()), &shorter.away);
             let now = clock.now();
             book.deleted(number, shorter.name, &told, (now, Some(now.plus(ttl))));
@@ -626,6 +656,16 @@ impl Scene {
     fn bounds(&mut self) -> Result<(), String> {
         self.town.pass(Duration::from_secs(3))?;
         let copies: u64 = self.truth().iter().map(|at| at.len() as u64).sum();
+        let entries = self.holds_nothing()?;
+        // Those of nodes that left go when their partition is next touched.
+        if entries < copies || entries > 2 * BLOCKS * self.count() as u64 {
+            return Err(format!("the directory has {entries} entries of {copies} copies"));
+        }
+        Ok(())
+    }
+
+    /// No node holds anything for others or from them; gives the entries of the directory.
+    fn holds_nothing(&self) -> Result<u64, String> {
         let mut entries = 0;
         for place in self.inside.clone() {
             let Some(node) = self.town.node(place) else { continue };
@@ -646,11 +686,7 @@ impl Scene {
                 return Err(format!("node {place} counts {owed} bytes as under way"));
             }
         }
-        // Those of nodes that left go when their partition is next touched.
-        if entries < copies || entries > 2 * BLOCKS * self.count() as u64 {
-            return Err(format!("the directory has {entries} entries of {copies} copies"));
-        }
-        Ok(())
+        Ok(entries)
     }
 
     fn run(&mut self) -> Result<(), String> {

@@ -404,6 +404,14 @@ pub const BUGS: &[Bug] = &[
     ),
     bug("rests-stay", "R45", "blocks that a session left to its forks are still held after the last fork")
         .at(1),
+    bug("silent-peer-awaited", "R46", "a read waits for ever for a node that does not deliver a piece"),
+    bug(
+        "untaken-answer-kept",
+        "R46",
+        "a node keeps the memory of pieces that a stopped node does not receive",
+    ),
+    bug("silent-holder-awaited", "R46", "a look-up waits seconds for a holder that does not answer").at(1),
+    bug("nothing-set-aside", "R46", "tenants have no memory and no turns of their own"),
     // The last ones take long to be found: the merge tier does without them.
     bug(
         "duplicate-into-the-places",
@@ -448,7 +456,7 @@ pub fn found(bug: &Bug, tier: Tier, seed: u64) -> Result<Violation, String> {
         .find(|row| row.id == bug.row)
         .ok_or(format!("there is no row {}", bug.row))?;
     let [merge, ..] = row.targets;
-    let is_of_nodes = ["R33", "R38", "R39", "R41", "R45"].contains(&row.id);
+    let is_of_nodes = ["R33", "R38", "R39", "R41", "R45", "R46"].contains(&row.id);
     let budget = merge.max(if is_of_nodes { COURSES } else { STATES });
     // With an end, as otherwise a row that runs out of new states says so, which is no finding.
     let look = |seeds: Range<u64>| {
