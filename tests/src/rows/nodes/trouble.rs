@@ -53,7 +53,7 @@ const LASTS: (Duration, Duration) = (Duration::from_secs(25), Duration::from_sec
 const TIMES: u32 = 3;
 /// And how much longer: a read may begin with one more step of the device; a put may wait for a segment that is begun for another one, and
 /// for the flush that is under way.
-const MORE: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(6)];
+const MORE: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(2)];
 /// A put that asks who else has its blocks waits so long for a node that does not answer.
 const ASKS: Duration = Duration::from_millis(10);
 /// How long a read waits: for each of two nodes from which nothing comes, at worst for one after the other; for one whose connection

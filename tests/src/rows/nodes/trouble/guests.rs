@@ -2,7 +2,7 @@
 //! requests and turns of puts; and clients that stop half-way.
 
 use std::pin::pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -69,29 +69,39 @@ pub(super) enum Call {
     Put,
 }
 
+#[derive(Debug, Default)]
+struct Noted {
+    took: [Vec<Duration>; 2],
+    most: Option<[Duration; 2]>,
+}
+
 /// How long calls took, and how long they may take once that is known.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Times(Arc<Mutex<([Vec<Duration>; 2], Option<[Duration; 2]>)>>);
+pub(super) struct Times(Arc<Mutex<Noted>>);
 
 impl Times {
+    fn lock(&self) -> MutexGuard<'_, Noted> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn note(&self, call: Call, took: Duration) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).0[call as usize].push(took);
+        self.lock().took[call as usize].push(took);
     }
 
     pub(super) fn most(&self, call: Call) -> Option<Duration> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).1.map(|most| most[call as usize])
+        self.lock().most.map(|most| most[call as usize])
     }
 
     /// What was noted so far; from now on calls may take as long as `most` makes of it.
     pub(super) fn hold_to(&self, most: impl Fn(Call, Duration) -> Duration) {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.lock();
         let p99 = |times: &mut Vec<Duration>| {
             times.sort_unstable();
             times.get(times.len().saturating_sub(1) * 99 / 100).copied().unwrap_or_default()
         };
-        let [reads, puts] = &mut all.0;
+        let [reads, puts] = &mut all.took;
         let of = [most(Call::Read, p99(reads)), most(Call::Put, p99(puts))];
-        all.1 = Some(of);
+        all.most = Some(of);
     }
 }
 
