@@ -36,11 +36,14 @@ pub(crate) fn run(arguments: &HealthArgs, out: &mut dyn Write) -> Result<(), Fai
         (_, true) => Some(body),
         _ => return Err(Failure::User(strange(arguments.metrics, path, &answer))),
     };
-    // Drives that are out: their blocks are misses, and the server serves all others.
+    // Directories that are out of use: the server serves without them.
     let without: Vec<&str> = if fault.is_none() { lines.collect() } else { Vec::new() };
     match arguments.json {
         true => {
-            let all = json!({ "well": fault.is_none(), "reason": fault, "directories_out": without });
+            let mut all = json!({ "well": fault.is_none(), "reason": fault });
+            if let Some(fields) = all.as_object_mut().filter(|_| fault.is_none()) {
+                fields.insert("directories_out".to_owned(), json!(without));
+            }
             writeln!(out, "{all}")?;
         }
         false => {

@@ -241,7 +241,8 @@ impl<'a> Bench<'a> {
                 Ok(())
             },
         )?);
-        if self.size.directories > 1 {
+        // Else an executor would have no other one to read from.
+        if self.size.directories > self.size.executors {
             self.take_away()?;
             gaps.push(self.beside("the return of a directory", &self.targets()?, || self.bring_back())?);
         }

@@ -28,7 +28,7 @@ fn head(figures: &Figures) -> Vec<String> {
     let Figures { disk, requests, hits, .. } = figures;
     let state = match (figures.read_only.as_str(), figures.dead_executors, figures.failing_shards) {
         ("", 0, 0) if figures.directories_out > 0 => {
-            format!("{} DIRECTORIES OUT: their blocks are misses", figures.directories_out)
+            format!("{} DIRECTORIES OUT OF USE", figures.directories_out)
         }
         ("", 0, 0) => "well".to_owned(),
         ("", 0, shards) => format!("{shards} SHARDS REFUSE PUTS: their device fails writes"),

@@ -1,7 +1,7 @@
 //! This node among others: its members' file, its secret or its certificate, and where it serves the other nodes.
 
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use kvarts_store::engine::Store;
 
 use super::deletes_file::DeletesFile;
 use super::ports::Port;
+use super::starts;
 use crate::config::{ClusterConfig, EtcdFiles, MembersFrom, NodeTlsFiles};
 use crate::state::auth::Gate;
 
@@ -36,55 +37,6 @@ pub(super) fn members(path: &Path) -> Result<Members, String> {
     }
     let text = std::fs::read_to_string(path).map_err(|error| told(&error))?;
     Members::parse(&text).map_err(|error| told(&error))
-}
-
-/// How often a store has started as a node, in its first directory.
-pub(super) const STARTS_FILE: &str = "cluster-starts";
-
-/// The most bytes of that file.
-const STARTS_BYTES_MAX: u64 = 32;
-
-/// That number as it stands in the file: with a digest, since one that came out less would let old leases stand.
-fn encode_starts(starts: u32) -> String {
-    let digits = starts.to_string();
-    format!("{digits} {:08x}\n", crc32fast::hash(digits.as_bytes()))
-}
-
-/// The number, if this is how it is written.
-fn decode_starts(text: &str) -> Option<u32> {
-    let (digits, _) = text.split_once(' ')?;
-    digits.parse().ok().filter(|starts| encode_starts(*starts) == text)
-}
-
-/// Counts this start: a number that grows with every one. What was lost with its disk begins again at one.
-fn count_start(directory: &Path) -> Result<u64, String> {
-    let path = directory.join(STARTS_FILE);
-    let told = |what: &dyn std::fmt::Display| format!("{}: {what}", path.display());
-    let damaged = "the file is damaged: remove the file after this node has been stopped for 69 s, because \
-        its leases may be valid for this time";
-    let before = match std::fs::metadata(&path).map(|found| found.len()) {
-        Ok(1..=STARTS_BYTES_MAX) => {
-            let text = std::fs::read_to_string(&path).map_err(|error| told(&error))?;
-            decode_starts(&text).ok_or_else(|| told(&damaged))?
-        }
-        Ok(_) => return Err(told(&damaged)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => 0,
-        Err(error) => return Err(told(&error)),
-    };
-    let now = before
-        .checked_add(1)
-        .ok_or_else(|| told(&"the number of starts in this file has reached its limit"))?;
-    let new = directory.join(format!("{STARTS_FILE}.new"));
-    let write = || {
-        use std::io::Write;
-        let mut file = std::fs::File::create(&new)?;
-        file.write_all(encode_starts(now).as_bytes())?;
-        file.sync_all()?;
-        std::fs::rename(&new, &path)?;
-        std::fs::File::open(directory)?.sync_all()
-    };
-    write().map_err(|error: std::io::Error| told(&error))?;
-    Ok(u64::from(now))
 }
 
 /// How long a node that registers itself waits to be a member.
@@ -197,7 +149,7 @@ impl Named {
 pub(super) async fn start(
     (config, gate, port, has_tier): (&ClusterConfig, &Gate, Option<Port>, bool),
     Named { all, own, credentials }: Named,
-    directory: &Path,
+    directories: &[PathBuf],
     store: &Store,
     notes: &mut Vec<String>,
 ) -> Result<Arc<ClusterNode>, String> {
@@ -214,7 +166,10 @@ pub(super) async fn start(
     };
     let (listener, _) = port.listen()?;
     let (members, registered) = first(config, own, notes).await?;
-    let start = count_start(directory)?;
+    let out = store.health().out;
+    let in_use = (0u16..).zip(directories).filter(|(at, _)| !out.contains_key(at));
+    let (in_use, out): (Vec<&Path>, _) = (in_use.map(|(_, one)| one.as_path()).collect(), !out.is_empty());
+    let start = starts::count(&in_use, out, store.clock().unix_millis() / 1000)?;
     let options = NodeOptions {
         cluster: config.name.clone(),
         members,
@@ -223,7 +178,7 @@ pub(super) async fn start(
         entries_max: config.entries,
         chains_max: CHAINS_MAX,
         start,
-        deletes: Arc::new(DeletesFile::new(directory)),
+        deletes: Arc::new(DeletesFile::new(directories, store)),
         lane_port: config.lane_port,
         serve: ServeLimits { bytes_per_second: config.serve_rate, ..ServeLimits::default() },
         put: config.put,
@@ -372,31 +327,4 @@ fn is_local(member: &Member) -> bool {
 fn resolve(member: &Member) -> Result<SocketAddr, String> {
     let found = member.address.to_socket_addrs().map_err(|error| format!("{}: {error}", member.address))?;
     found.into_iter().next().ok_or_else(|| format!("{}: the name has no address", member.address))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_count_of_starts_with_any_bit_flipped_or_cut_off_is_no_count() {
-        for starts in [0, 1, 9, 10, 12, 299, u32::MAX] {
-            let text = encode_starts(starts);
-            assert!(text.len() as u64 <= STARTS_BYTES_MAX);
-            assert_eq!(decode_starts(&text), Some(starts));
-            for bit in 0..text.len() * 8 {
-                let mut bytes = text.clone().into_bytes();
-                bytes[bit / 8] ^= 1 << (bit % 8);
-                let flipped = String::from_utf8(bytes).ok();
-                assert_eq!(flipped.and_then(|text| decode_starts(&text)), None, "bit {bit} of {text:?}");
-            }
-            for cut in 0..text.len() {
-                assert_eq!(decode_starts(&text[..cut]), None, "cut at {cut}");
-            }
-        }
-        for text in ["", " ", "1", "1\n", "01 83dcefb7\n", "+1 83dcefb7\n", "4294967296 00000000\n", "-1 0\n"]
-        {
-            assert_eq!(decode_starts(text), None, "{text:?}");
-        }
-    }
 }

@@ -1,24 +1,40 @@
-//! The file in which this node keeps what was deleted in its cluster, in the store's first directory.
+//! The file in which this node keeps what was deleted in its cluster, in the first directory of the store that is in use. What another one has of
+//! it is what a node has that was stopped meanwhile: the others send the rest.
 
+use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use kvarts_peer::node::{FILE_BYTES_MAX, Kept, Written};
+use kvarts_store::engine::Store;
 
 /// Its name.
 pub(super) const FILE: &str = "cluster-deletes";
 
 /// The file.
-#[derive(Debug)]
 pub(super) struct DeletesFile {
-    directory: PathBuf,
+    directories: Vec<PathBuf>,
+    store: Store,
+}
+
+impl fmt::Debug for DeletesFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeletesFile({})", self.directory().display())
+    }
 }
 
 impl DeletesFile {
-    /// That of this directory.
-    pub(super) fn new(directory: &Path) -> Self {
-        Self { directory: directory.to_owned() }
+    /// That of a store in these directories.
+    pub(super) fn new(directories: &[PathBuf], store: &Store) -> Self {
+        Self { directories: directories.to_vec(), store: store.clone() }
+    }
+
+    /// Where it is now.
+    fn directory(&self) -> PathBuf {
+        let out = self.store.health().out;
+        let in_use = (0u16..).zip(&self.directories).find(|(at, _)| !out.contains_key(at));
+        in_use.map(|(_, directory)| directory).or(self.directories.first()).cloned().unwrap_or_default()
     }
 }
 
@@ -31,7 +47,7 @@ fn written(what: impl FnOnce() -> io::Result<()> + Send + 'static) -> Written<'s
 
 impl Kept for DeletesFile {
     fn load(&self) -> io::Result<Vec<u8>> {
-        let file = match File::open(self.directory.join(FILE)) {
+        let file = match File::open(self.directory().join(FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             file => file?,
         };
@@ -41,7 +57,7 @@ impl Kept for DeletesFile {
     }
 
     fn append(&self, bytes: Vec<u8>) -> Written<'_> {
-        let path = self.directory.join(FILE);
+        let path = self.directory().join(FILE);
         written(move || {
             let mut file = OpenOptions::new().append(true).open(path)?;
             file.write_all(&bytes)?;
@@ -50,7 +66,7 @@ impl Kept for DeletesFile {
     }
 
     fn replace(&self, bytes: Vec<u8>) -> Written<'_> {
-        let directory = self.directory.clone();
+        let directory = self.directory();
         written(move || {
             let (path, new) = (directory.join(FILE), directory.join(format!("{FILE}.new")));
             let mut file = File::create(&new)?;

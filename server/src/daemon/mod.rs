@@ -22,6 +22,7 @@ mod ready;
 mod scrubs;
 mod sessions;
 mod socket;
+mod starts;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -119,7 +120,7 @@ impl Daemon {
             Ok(ready) => ready,
             Err(why) => {
                 drop(store);
-                let beside = [cluster::STARTS_FILE, deletes_file::FILE];
+                let beside = [starts::FILE, deletes_file::FILE];
                 // ends: the store's `stop_timeout`
                 let _ = tokio::task::spawn_blocking(move || home.take_back(&beside)).await;
                 return Err(why);

@@ -1,7 +1,6 @@
 //! What a server needs beside its store before it serves: memory, listeners, other nodes, the bucket. Each of them may be refused.
 
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kvarts_contract::clock::Entropy;
@@ -112,12 +111,11 @@ async fn tiers(
     named: Option<cluster::Named>,
     notes: &mut Vec<String>,
 ) -> Result<Tiers, String> {
-    let first = config.directories.first().map(PathBuf::as_path).unwrap_or(Path::new("."));
     let has_tier = config.cold.is_some();
     let cluster = match config.cluster.as_ref().zip(named) {
         Some((cluster, named)) => {
             let of = (cluster, &config.gate, port, has_tier);
-            Some(unless_told(stop, cluster::start(of, named, first, store, notes)).await?)
+            Some(unless_told(stop, cluster::start(of, named, &config.directories, store, notes)).await?)
         }
         None => None,
     };

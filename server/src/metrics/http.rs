@@ -111,8 +111,9 @@ async fn answer(
             return only.with("allow: GET, HEAD\r\n").send(stream, true).await;
         }
     };
-    // How the server is may be known to any page.
-    if is_own && !is_probe(path_of(request)) && !host::is_own(header(request, "host")) {
+    // How the server is may be known to any page, and no more: no path of a directory.
+    let is_page = is_own && !host::is_own(header(request, "host"));
+    if is_page && !is_probe(path_of(request)) {
         let why = "the host name in the request is not allowed: use the address of this host or localhost; for other names set listen.open_metrics\n";
         // ends: `TIMEOUT` of the connection, in `serve`
         return Answer::plain("421 Misdirected Request", why.to_owned()).send(stream, has_body).await;
@@ -123,7 +124,7 @@ async fn answer(
             kind: "text/plain; version=0.0.4; charset=utf-8",
             ..Answer::plain("200 OK", text::render(state).await)
         },
-        b"/health" => probed(state.fault(), &state.lost_directories()),
+        b"/health" => probed(state.fault(), &if is_page { Vec::new() } else { state.lost_directories() }),
         b"/alive" => probed(state.engine.health().cured_by_a_restart(), &[]),
         b"/history" => Answer::json(&state.metrics.history.told()),
         b"/segments" => Answer::json(&segments::map(state.engine.segments(), state.engine.segment_bytes())),

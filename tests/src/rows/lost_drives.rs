@@ -470,7 +470,9 @@ impl Story {
             let written = stage::drive(stage.world(), stage.engine().checkpoint());
             written.map_err(|hang| hang.to_string())?.map_err(|error| error.to_string())?;
         }
-        let rule = Rule::new(Which::Any, When::From(1), Effect::Errno(ERRORS[0]));
+        // Where only what writes fails, files are half made when it is found out.
+        let kind = if self.rng.coin() { Which::Mutating } else { Which::Any };
+        let rule = Rule::new(kind, When::From(1), Effect::Errno(ERRORS[0]));
         stage.world().disk().inject(rule.on(DirId(at)));
         // A delete that cannot be written there finds it out.
         self.write_over(&life.desks[1], 24);

@@ -426,6 +426,7 @@ impl Executor {
         for shard in self.shards.borrow().values() {
             if shard.volume.shared.directories.has_lost(shard.volume.dir) {
                 shard.volume.let_go();
+                shard.space.give_residue_back();
                 shard.reads.headers.forget();
             }
         }

@@ -45,7 +45,18 @@ pub(crate) struct Space {
     pub(crate) hollow_removed_at: Cell<u64>,
 }
 
+impl Drop for Space {
+    fn drop(&mut self) {
+        self.give_residue_back();
+    }
+}
+
 impl Space {
+    /// What could not be removed counts no more: the directory is out, or is looked through again.
+    pub(crate) fn give_residue_back(&self) {
+        self.volume.shared.give_budget(self.residue.take());
+    }
+
     pub(crate) fn new(volume: Rc<Volume>, reads: Rc<Reads>) -> Self {
         Self {
             volume,

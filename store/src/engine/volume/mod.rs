@@ -299,9 +299,9 @@ impl Volume {
         for namespace in namespaces {
             let mut behind = Some(Behind::default());
             while let Some(from) = behind {
-                let at_once = (from, AT_ONCE as usize);
-                behind = graves.add_some(&self.tombstones.borrow(), namespace, at_once);
-                section.step(AT_ONCE).await;
+                let (at_once, count) = ((from, AT_ONCE as usize), &mut 0);
+                (*count, behind) = graves.add_some(&self.tombstones.borrow(), namespace, at_once);
+                section.step(*count as u64).await;
             }
         }
         graves.add_namespaces(&self.tombstones.borrow());

@@ -41,22 +41,22 @@ pub(crate) struct Graves {
 type Grave = (NamespaceId, BlockKey, Scope);
 
 impl Graves {
-    /// Takes in up to `most` of a shard's tombstones of a namespace, those behind `behind`, and gives where to go on; `None` at the end.
+    /// Takes in up to `most` of a shard's tombstones of a namespace, those behind `behind`. Gives how many there were, and where to go
+    /// on; `None` at the end.
     pub(crate) fn add_some(
         &mut self,
         dead: &TombstoneSet,
         namespace: NamespaceId,
         (behind, most): (Behind, usize),
-    ) -> Option<Behind> {
+    ) -> (usize, Option<Behind>) {
+        let Some(keys) = dead.blocks.get(&namespace) else { return (0, None) };
         let from = behind.0.map_or(Bound::Unbounded, Bound::Excluded);
         let (mut last, mut count) = (None, 0);
-        for &(key, scope) in
-            dead.blocks.get(&namespace)?.range((from, Bound::Unbounded)).take(most).map(|(at, _)| at)
-        {
+        for &(key, scope) in keys.range((from, Bound::Unbounded)).take(most).map(|(at, _)| at) {
             self.blocks.insert((namespace, key, scope));
             (last, count) = (Some((key, scope)), count + 1);
         }
-        (count == most).then_some(Behind(last))
+        (count, (count == most).then_some(Behind(last)))
     }
 
     /// Takes in the namespaces that a shard knows to be deleted, of which there are few.
@@ -375,7 +375,7 @@ mod tests {
             for namespace in dead.namespaces() {
                 let mut behind = Some(Behind::default());
                 while let Some(from) = behind {
-                    behind = graves.add_some(&dead, namespace, (from, most));
+                    (_, behind) = graves.add_some(&dead, namespace, (from, most));
                 }
             }
             graves.add_namespaces(&dead);
