@@ -78,7 +78,7 @@ impl Fio {
             let why = String::from_utf8_lossy(&output.stderr);
             return Err(Failure::User(format!(
                 "fio: {}",
-                why.lines().next().unwrap_or("its report has no reads")
+                why.lines().next().unwrap_or("the report of fio has no reads")
             )));
         }
         Ok(Sample { seconds: slowest / 1e3, ..Sample::default() })

@@ -115,7 +115,7 @@ fn open(directories: &[PathBuf]) -> Result<Vec<Arc<dyn Disk>>, Failure> {
     let opened = |directory: &PathBuf| RealDisk::open(directory, true, false);
     let disk = |directory| opened(directory).map(|disk| Arc::new(disk) as Arc<dyn Disk>);
     directories.iter().map(disk).collect::<Result<_, _>>().map_err(|error| match error {
-        OpenError::InUse => Failure::user("the store is in use"),
+        OpenError::InUse => Failure::user("another process uses the store of the benchmark"),
         OpenError::Io(error) => Failure::user(error),
     })
 }

@@ -225,7 +225,8 @@ pub(super) fn expect_stored(answer: &PutAnswer) -> Result<(), Failure> {
             let Some(first) = others.next() else { return Ok(()) };
             let (count, all) = (others.count() + 1, reply.outcomes.len());
             Err(Failure::User(format!(
-                "{count} of {all} blocks of a put were not stored, the first: {first:?}"
+                "{count} of {all} blocks of a put were not stored; the outcome of the first of these: \
+                {first:?}"
             )))
         }
         Ok(Err(error)) => Err(Failure::user(error)),

@@ -160,8 +160,8 @@ fn said(judged: &[Judged], is_quotable: bool) -> (&'static str, String) {
     }
     let some = |word: Word| judged.iter().filter(move |one| one.word == word);
     let told = |word: Word| -> String {
-        let texts =
-            some(word).map(|one| format!("{} is {}, {} is expected", one.bar.what, one.shown(), one.must()));
+        let texts = some(word)
+            .map(|one| format!("{} is {}, but {} is expected", one.bar.what, one.shown(), one.must()));
         texts.collect::<Vec<_>>().join("; ")
     };
     let [met, missed, undecided] = [Word::Met, Word::Missed, Word::Undecided].map(|word| some(word).count());

@@ -32,7 +32,7 @@ pub(crate) struct NoCredentials {
 
 impl fmt::Display for NoCredentials {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "no credentials: {}", self.why)
+        write!(f, "no credentials could be obtained: {}", self.why)
     }
 }
 
@@ -176,8 +176,8 @@ fn keys(file: &Path, profile: &str) -> Result<AwsCredential, BadAddress> {
     let own = |name: &str| value(&text, profile, name).map(str::to_owned);
     let (Some(key_id), Some(secret_key)) = (own("aws_access_key_id"), own("aws_secret_access_key")) else {
         return Err(BadAddress(format!(
-            "the profile [{profile}] in {} has no aws_access_key_id and aws_secret_access_key: profiles that \
-            refer to other profiles are not supported",
+            "the profile [{profile}] in {} must have both aws_access_key_id and \
+            aws_secret_access_key: profiles that refer to other profiles are not supported",
             file.display()
         )));
     };

@@ -116,7 +116,7 @@ fn modified_ms(meta: &ObjectMeta) -> u64 {
 /// What an error means for the caller. Whatever it is goes to logs: no text in it is from a server, beside a code.
 fn fault(error: &Error) -> Fault {
     if let Some(NoCredentials { is_refused, why }) = cause(error) {
-        let why = format!("no credentials: {why}");
+        let why = format!("no credentials could be obtained: {why}");
         return if *is_refused { Fault::Denied(why) } else { Fault::Unreachable(why) };
     }
     match (cause::<Refusal>(error), error) {

@@ -44,7 +44,7 @@ thread_local! {
 /// Carries out a call: no panic leaves it.
 pub(crate) fn call(work: impl FnOnce() -> Result<(), Error>) -> Status {
     let ended = catch_unwind(AssertUnwindSafe(work));
-    match ended.unwrap_or(Err(Error(Reason::Bug("a panic inside libkvarts")))) {
+    match ended.unwrap_or(Err(Error(Reason::Bug("a thread panicked inside libkvarts")))) {
         Ok(()) => Status::Ok,
         Err(error) => {
             remember(&error);

@@ -136,7 +136,10 @@ impl<'a> Arrival<'a> {
             }
         };
         if data.offset != 0 || end.is_none() || data.blocks == 0 || !follows {
-            return Err(Reason::Bug("the server sent data outside the request or out of order"));
+            return Err(Reason::Bug(
+                "the server sent data that was not requested, or sent data out of \
+                order",
+            ));
         }
         let (layer, first_block, blocks) = (data.layer, data.first_block, data.blocks);
         let chunks = chunks.saturating_mul(blocks as usize);
@@ -230,7 +233,7 @@ impl<'a> Arrival<'a> {
 }
 
 /// What is said and is not so, though its digest is right.
-const UNTRUE: &str = "the server reported data that has not arrived";
+const UNTRUE: &str = "the server reported data as complete, but the data has not arrived";
 
 fn read_end(wire: &proto::ReadEnd, keys: &[BlockKey]) -> ReadEnd {
     let failure = |failure: &proto::read_end::Failure| {

@@ -73,7 +73,7 @@ impl FromStr for PoolName {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let wrong = || Error(Reason::Config("the name of a pool has 32 hexadecimal digits".to_owned()));
+        let wrong = || Error(Reason::Config("the name of a pool must have 32 hexadecimal digits".to_owned()));
         let number =
             u128::from_str_radix(text, 16).ok().filter(|_| text.len() == 32 && !text.starts_with('+'));
         Ok(Self(number.ok_or_else(wrong)?.to_be_bytes()))

@@ -309,7 +309,7 @@ impl Remote {
         geometry: &Geometry,
     ) -> Result<NamespaceId, Reason> {
         if digest::of_model(&convert::wire_identity(identity), &reply.namespace) != reply.crc32 {
-            return Err(Reason::remote("a registration was damaged in transit"));
+            return Err(Reason::remote("the answer to a registration was damaged in transit: retry"));
         }
         let namespace = <[u8; 32]>::try_from(&reply.namespace[..]);
         let namespace =

@@ -67,7 +67,10 @@ async fn send(
     let answer = answer.map_err(|_| Reason::DeadlinePassed)?;
     let found = answer.map_err(|status| fault::reason_of(&status))?.into_inner();
     if digest.put_reply(&found) != found.crc32 {
-        return Err(Reason::remote("the answer of the put was damaged in transit: look the blocks up"));
+        return Err(Reason::remote(
+            "the answer to the put was damaged in transit, so it is unknown \
+            which blocks are stored: look the blocks up",
+        ));
     }
     if found.outcomes.len() != request.keys.len() {
         return Err(Reason::Bug("the reply has a wrong number of blocks"));

@@ -77,8 +77,8 @@ impl fmt::Display for MembersError {
             Self::Epoch(epoch) => {
                 write!(
                     f,
-                    "the epoch is {epoch}, but the limit is {EPOCH_MAX}: count the changes of the list \
-                    of members"
+                    "the epoch is {epoch}, but the limit is {EPOCH_MAX}: increase the epoch by one \
+                    for each change of the list of members"
                 )
             }
             Self::Twice(what) => write!(f, "two nodes have the same {what}"),

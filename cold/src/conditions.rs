@@ -50,14 +50,14 @@ fn ignores(header: &str) -> Conditions {
     if planted!("conditions-not-tried") {
         return Conditions::Kept;
     }
-    Conditions::NotKept(format!("the bucket's server ignores {header} of puts"))
+    Conditions::NotKept(format!("the bucket's server ignores the header {header} of puts"))
 }
 
 /// A conditional put was refused for good: whether that is because of its condition, a put without one says.
 async fn refused(access: &Access, header: &str, error: ColdError) -> Result<Conditions, ColdError> {
     let ColdError::Bucket(_, Fault::Refused(why)) = &error else { return Err(error) };
     put(access, Condition::Any).await.map_err(|_| error.clone())?;
-    Ok(Conditions::NotKept(format!("the bucket's server refuses {header} of puts: {why}")))
+    Ok(Conditions::NotKept(format!("the bucket's server refuses puts with the header {header}: {why}")))
 }
 
 /// A tag of the same form that the object does not have.

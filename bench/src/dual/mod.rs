@@ -98,7 +98,8 @@ fn measure(arguments: &DualArgs) -> Result<Report, Failure> {
         Err(why) if arguments.limiter == Limiter::Kernel => return Err(Failure::User(why)),
         Err(why) => {
             report.note(format!(
-                "limits of the kernel: SKIPPED, so the nodes limit their own rates of serving: {why}"
+                "limits of the kernel: SKIPPED ({why}); instead each node limits the rate at which it \
+                serves"
             ));
             Limits::of_nodes()
         }

@@ -109,10 +109,10 @@ impl RunArgs {
                 let per_second = self.per_second.unwrap_or(sessions.per_second);
                 if !(scale > 0.0 && scale <= 1e3 && (per_second == 0.0 || (1e-6..=1e9).contains(&per_second)))
                 {
-                    return Err(Failure::user(
-                        "--append-scale must be above 0 and at most 1000, and --per-second must be 0 or 1e-6 \
-                        to 1e9",
-                    ));
+                    return Err(Failure::User(format!(
+                        "--append-scale {scale}, --per-second {per_second}: the scale must be above 0 \
+                        and at most 1000, and the rate must be 0 or from 1e-6 to 1e9",
+                    )));
                 }
                 let sessions = Sessions {
                     seed: self.seed,

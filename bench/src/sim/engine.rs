@@ -107,8 +107,8 @@ pub(super) fn run(arguments: &EngineArgs, out: &mut dyn Write) -> Result<(), Fai
         });
         let (_, _, times) = fits.ok_or_else(|| {
             fault(format!(
-                "no calibration fits this recording of {} with {}: give a recording of the same engine, with \
-                disk use as here, with --calibrate",
+                "no calibration fits the recording of {} with {}: use --calibrate with a recording of \
+                the same engine that also matches in its use of a disk",
                 recording.limits.engine,
                 if recording.limits.disk { "a disk" } else { "no disk" }
             ))
@@ -129,7 +129,8 @@ pub(super) fn run(arguments: &EngineArgs, out: &mut dyn Write) -> Result<(), Fai
         let word = if limits.workload.is_empty() { "calibrated" } else { &limits.workload };
         writeln!(
             out,
-            "{word}: the times of its own steps are predicted with an error of {:.1}% on average",
+            "{word}: the calibration predicts the times of the steps of this recording with an error \
+            of {:.1}% on average",
             100.0 * times.error
         )?;
     }

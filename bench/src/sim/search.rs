@@ -43,7 +43,7 @@ pub(crate) struct SearchArgs {
 fn what(name: &str) -> Result<What, String> {
     What::named(name).ok_or_else(|| {
         let names = What::NAMES.map(|(name, _)| name);
-        format!("`{name}` cannot be varied: use some of {}", names.join(", "))
+        format!("`{name}` cannot be varied: use one or more of {}", names.join(", "))
     })
 }
 

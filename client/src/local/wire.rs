@@ -281,7 +281,7 @@ fn ask<M: Message + Default>(
             Kind::Failed if head.id == id => return Ok(Err(reason(body))),
             // Of a call that was given up.
             Kind::Done | Kind::Failed if head.id < id => {}
-            _ => return Err(io::Error::other("the answer belongs to another request")),
+            _ => return Err(io::Error::other("the answer of the server belongs to another request")),
         }
     }
 }

@@ -55,7 +55,7 @@ impl Draft {
             return Err(Reason::TooMany("blocks").into());
         }
         let book = if waits { Some(pool.book()) } else { pool.book_soon() };
-        let mut book = book.ok_or(Reason::Busy("another thread uses the pool"))?;
+        let mut book = book.ok_or(Reason::Busy("another thread uses the pool: retry"))?;
         book.next_turn();
         let most = blocks_of(shape, book.counts().bytes) as usize;
         let mut extents: Vec<(u64, Stretch)> = Vec::new();
@@ -145,7 +145,7 @@ enum Answer {
 
 /// A put from a pool, with an outcome for each block. If it is dropped early, it is unknown which blocks are stored.
 #[derive(Debug)]
-#[must_use = "the result of the put is known only at its end"]
+#[must_use = "the result of the put is known only when the put ends: wait for the put"]
 pub struct Storing {
     draft: Option<Draft>,
     answers: Vec<Answer>,

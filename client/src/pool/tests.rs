@@ -640,7 +640,7 @@ fn a_draft_that_must_not_wait_is_refused_while_another_thread_goes_on_using_the_
     let draft = |pool: &Pool| pool.draft_now((column(0), &world.shape), &[key(1)], 0);
     let uses = world.pool.0.book();
     let waited = std::thread::scope(|scope| scope.spawn(|| draft(&world.pool).map(drop)).join().unwrap());
-    assert_eq!(waited.unwrap_err().0, Reason::Busy("another thread uses the pool"));
+    assert_eq!(waited.unwrap_err().0, Reason::Busy("another thread uses the pool: retry"));
     drop(uses);
     assert_eq!(draft(&world.pool).unwrap().stretches().len(), 1);
 }

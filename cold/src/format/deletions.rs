@@ -156,7 +156,7 @@ impl Deletions {
     pub(super) fn check(&self, generation: u64) -> Result<(), FormatError> {
         let deletes: BTreeSet<&Delete> = self.keys.values().collect();
         if self.keys.len() > KEYS_MAX || deletes.len() > DELETES_MAX {
-            return Err(FormatError::Rule("the list of deletes is too long"));
+            return Err(FormatError::Rule("the list of deletes exceeds the limit of deletes or of keys"));
         }
         let mut generations = deletes
             .iter()
@@ -203,7 +203,10 @@ impl Deletions {
         let (listed_after, made_after_ms, forgotten_ms) = (taker.u64()?, taker.u64()?, taker.u64()?);
         let counts = (taker.count()?, taker.count()?);
         if counts.0 > DELETES_MAX || counts.1 > KEYS_MAX {
-            return Err(FormatError::Rule("a number of entries is too large"));
+            return Err(FormatError::Rule(
+                "a number of deletes or keys in the head of the manifest is \
+                too large",
+            ));
         }
         Ok((Self { listed_after, made_after_ms, forgotten_ms, keys: BTreeMap::new() }, counts))
     }

@@ -87,7 +87,7 @@ impl PackEntry {
             && self.index_bytes as usize <= INDEX_BYTES_MAX
             && (1..=most).contains(&self.payload_bytes);
         if !holds {
-            return Err(FormatError::Rule("the entry of a pack is outside its limits"));
+            return Err(FormatError::Rule("a number in the entry of a pack is outside its limits"));
         }
         let ascends = self.filter.is_sorted_by(|a, b| a < b);
         if ascends && !self.filter.is_empty() && self.filter.len() <= self.blocks as usize {
@@ -244,7 +244,7 @@ impl Manifest {
         }
         let (packs, condemned, fingerprints) = (taker.count()?, taker.count()?, taker.count()?);
         if packs > PACKS_MAX || condemned > CONDEMNED_MAX || fingerprints > FINGERPRINTS_MAX {
-            return Err(FormatError::Rule("a number of entries is too large"));
+            return Err(FormatError::Rule("a number of entries in the head of the manifest is too large"));
         }
         let (generation, written_ms) = (taker.u64()?, taker.u64()?);
         let namespace = NamespaceId(taker.array()?);
@@ -261,7 +261,10 @@ impl Manifest {
         let lists = packs * PACK + condemned * CONDEMNED + fingerprints * 4;
         let expected = head + lists + deleted.0 * DELETE + deleted.1 * KEY + HASH;
         if expected != bytes.len() {
-            return Err(FormatError::Rule("the numbers of entries do not match the length"));
+            return Err(FormatError::Rule(
+                "the numbers of entries do not match the length of the \
+                manifest",
+            ));
         }
         let mut manifest = Self { generation, written_ms, begun_ms, deletions, ..Self::empty(namespace) };
         manifest.take_packs(&mut taker, (packs, condemned, fingerprints))?;

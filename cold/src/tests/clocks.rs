@@ -42,7 +42,7 @@ fn a_collector_whose_clock_is_not_the_buckets_changes_nothing() {
         world.time.pass(100 * HOUR);
         let apart = ColdError::Clocks(ahead_ms.unsigned_abs());
         assert_eq!(collected(&world, &world.other()), Err(apart.clone()));
-        assert!(apart.to_string().contains("set the clock"), "{apart}");
+        assert!(apart.to_string().contains("set the local clock"), "{apart}");
         // What was pushed meanwhile and what is old is read by every node, whatever the bucket's clock says.
         world.push(&[(2, 0, 5)]).unwrap();
         assert_eq!((world.good(&world.other(), 1, 12), world.good(&world.other(), 2, 5)), (12, 5));
