@@ -59,8 +59,12 @@ impl ModelBlocks {
         let coordinate = geometry.coordinate(group, 1, 0).map_err(Reason::from)?;
         let shape = geometry.shape(group, coordinate, block_tokens).map_err(Reason::from)?;
         let requirements = spec.stored_requirements(block_tokens, 1);
-        let requirements = requirements
-            .map_err(|_| Reason::Shape(ShapeCause::Rule("blocks of this size cannot be looked up")))?;
+        let requirements = requirements.map_err(|_| {
+            Reason::Shape(ShapeCause::Rule(
+                "blocks of the given number of tokens cannot \
+                be looked up: use another block_tokens",
+            ))
+        })?;
         let arrangement = Arrangement::new(engine, "canonical", "1");
         let identity = Identity::new(model, revision, dtype, arrangement, geometry, block_tokens);
         let namespace = store.register(&identity, geometry)?;

@@ -41,7 +41,7 @@ labels! {
         "one superblock slot is damaged, although slots are written atomically; the other slot is sound";
     /// A zeroed slot.
     SUPERBLOCK_SLOT_LOST = "superblock-slot-lost", Problem,
-        "one superblock slot is zero although it had been written: a zeroed sector";
+        "one superblock slot is zero although the slot had been written: a zeroed sector";
     /// Only one state was ever written.
     SUPERBLOCK_ONE_SLOT = "superblock-one-slot", Note,
         "the second slot was never written: power was cut while the store was being made, or the sector was zeroed";
@@ -91,7 +91,7 @@ labels! {
         "a file of the store is a link, a folder or a device; its content was not read";
     /// Names of others.
     STRAY_FILES = "stray-files", Note,
-        "files have names that the format does not use; a store never reads them";
+        "files have names that the format does not use; a store never reads these files";
     /// Pages that the device does not give.
     MEDIA_ERROR = "media-error", Problem,
         "reads of these pages fail on the device";

@@ -100,15 +100,19 @@ pub fn place(
     limit: usize,
     tally: &Tally,
 ) -> Result<PlaceView, String> {
-    let at = store.shards.iter().position(|one| one.number == shard).ok_or("the store has no such shard")?;
-    let home = store.shards.get(at).ok_or("the store has no such shard")?;
-    let directory =
-        store.directories.get(home.directory).ok_or("the directory of this shard was not given")?;
+    let no_shard = || format!("the store has no shard {shard}: `inspect DIR` prints a map of all shards");
+    let at = store.shards.iter().position(|one| one.number == shard).ok_or_else(no_shard)?;
+    let home = store.shards.get(at).ok_or_else(no_shard)?;
+    let directory = store
+        .directories
+        .get(home.directory)
+        .ok_or("the directory of this shard was not given: give all directories of the store")?;
     let path = format!("{}/{}", shard_name(shard), segment_name(segment));
     let file = directory.disk.open(&path).map_err(|error| format!("{path}: {error}"))?;
     if !offset.is_multiple_of(PAGE_BYTES) || offset >= store.keyring.segment_bytes {
         return Err(format!(
-            "a structure must begin at a multiple of {PAGE_BYTES} below {}",
+            "the offset {offset} is not valid: a structure begins at a multiple of {PAGE_BYTES} below \
+            {}",
             store.keyring.segment_bytes
         ));
     }

@@ -47,7 +47,10 @@ impl<const N: usize> Sorter<N> {
             self.rows.push(row);
             if self.rows.len() >= self.most {
                 if self.runs.len() >= RUNS_MAX {
-                    return Err(io::Error::other("a store of this size needs more memory"));
+                    return Err(io::Error::other(
+                        "the memory of the check is too small for a store of \
+                        this size: raise --memory-mib",
+                    ));
                 }
                 let run = write_run(&mut self.rows, &self.below)?;
                 self.runs.push(run);

@@ -123,15 +123,16 @@ pub fn decide(found: &Found, wish: Wish) -> Result<Decision, String> {
         Wish::Only(Mode::Direct) if offered == Mode::Compatibility => decided(
             Mode::Direct,
             format!(
-                "requested; {why}, so reads are direct only if the kernel itself \
-                supports it"
+                "requested; {why}, so reads are direct only if the kernel itself supports direct \
+                reads into device memory"
             ),
         ),
-        Wish::Only(Mode::Compatibility) if offered == Mode::Direct => Err(
-            "compatibility reads cannot be used, because nvidia-fs is loaded and cuFile reads directly: use \
-            direct, or force compatibility in cuFile's own configuration"
-                .to_owned(),
-        ),
+        Wish::Only(Mode::Compatibility) if offered == Mode::Direct => {
+            Err("compatibility reads cannot be used, because nvidia-fs is loaded and cuFile reads \
+            directly: use the mode `direct`, or force compatibility mode in the configuration of \
+            cuFile"
+                .to_owned())
+        }
         Wish::Only(mode) => {
             Err(format!("reads in the mode {} cannot be used ({why}): use auto or staging", mode.name()))
         }
@@ -145,10 +146,7 @@ fn cannot_digest(why: &str) -> String {
 
 /// The same of a way that was asked for by name.
 fn unverified(why: &str) -> String {
-    format!(
-        "requested; {}; requests that verify every chunk are read through host memory",
-        cannot_digest(why)
-    )
+    format!("requested; {}, so requests that verify every chunk read through host memory", cannot_digest(why))
 }
 
 /// Makes ready what was decided: memory of a device that files are read into, or nothing where they come through the
@@ -223,7 +221,7 @@ mod tests {
         let refused = |bits, mode| decide(&found(bits), Wish::Only(mode)).unwrap_err();
         assert!(refused(6, Mode::Direct).contains("no driver"));
         assert!(refused(5, Mode::Direct).contains("libcufile"));
-        assert!(refused(7, Mode::Compatibility).contains("use direct"));
+        assert!(refused(7, Mode::Compatibility).contains("use the mode `direct`"));
         assert_eq!(decide(&found(7), Wish::Only(Mode::Direct)).unwrap().mode, Mode::Direct);
         assert_eq!(decide(&found(3), Wish::Only(Mode::Compatibility)).unwrap().mode, Mode::Compatibility);
         let without_module = decide(&found(3), Wish::Only(Mode::Direct)).unwrap();
@@ -257,7 +255,7 @@ mod tests {
         assert!(decision.reason.contains("has no kernel"), "{decision}");
         let (decision, arena) = ready(Wish::Only(Mode::Direct));
         assert!(arena.is_some() && decision.mode == Mode::Direct);
-        assert!(decision.reason.contains("are read through host memory"), "{decision}");
+        assert!(decision.reason.contains("read through host memory"), "{decision}");
     }
 
     #[test]

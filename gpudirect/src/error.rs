@@ -80,11 +80,15 @@ impl fmt::Display for DeviceError {
             ),
             Self::Partial { wanted, moved } => write!(f, "a copy transferred only {moved} of {wanted} bytes"),
             Self::Misaligned { at, align } => {
-                write!(f, "the offset {at} must be a multiple of {align} on this device")
+                write!(f, "the offset {at} is not a multiple of {align}, as this device requires")
             }
             Self::OutOfBounds => f.write_str("a piece does not fit into its device memory"),
             Self::NoMemory(bytes) => {
-                write!(f, "{bytes} bytes of device memory could not be allocated: free some, or use less")
+                write!(
+                    f,
+                    "{bytes} bytes of device memory could not be allocated: free device memory, \
+                    or request less"
+                )
             }
             Self::Pin(why) => {
                 write!(f, "the memory could not be pinned, so copies from it are slower: {why}")

@@ -243,7 +243,11 @@ impl Landed {
             return Err(LandError::Device(error));
         }
         let event = self.events.get(layer as usize);
-        let event = event.ok_or_else(|| LandError::Request(format!("layer {layer} does not exist")))?;
+        let missing = || {
+            let layers = self.events.len();
+            LandError::Request(format!("layer {layer} does not exist: the number of layers is {layers}"))
+        };
+        let event = event.ok_or_else(missing)?;
         if planted!("landed-layer-not-awaited") {
             return Ok(());
         }

@@ -196,7 +196,7 @@ impl Pipeline {
         }
         let full = || LandError::ArenaFull { wanted: least, free: self.arena().usage().largest_free };
         let ring = self.arena().take(least, all.max(least).next_power_of_two()).ok_or_else(full)?;
-        let bug = || LandError::Request("the layers do not fit their destination".to_owned());
+        let bug = || LandError::Request("the layers do not fit into the host memory for layers".to_owned());
         let places = places(sizes, ring.len() as u64).ok_or_else(bug)?;
         if least == all && places.iter().any(|place| place.after > 0) {
             return Err(bug());
@@ -276,7 +276,9 @@ impl LayerSink {
             )));
         }
         let place = self.places.get(layer as usize).copied();
-        let place = place.ok_or_else(|| LandError::Request(format!("layer {layer} does not exist")))?;
+        let layers = self.places.len();
+        let missing = || format!("layer {layer} does not exist: the number of layers is {layers}");
+        let place = place.ok_or_else(|| LandError::Request(missing()))?;
         self.wait_for(place.after)?;
         let host = self.ring.slice(place.offset as usize, place.bytes as usize);
         let host = host.ok_or(LandError::Device(DeviceError::OutOfBounds))?;

@@ -413,7 +413,8 @@ fn routed(arguments: &RouteArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let Some(best) = route.best() else {
         return Err(fault(
             path,
-            "no node can take the request: give a node that decodes, or one with a network",
+            "no node can serve the request: give a node that decodes, or set `network_bytes_per_ms` \
+            of a node that only prefills",
         ));
     };
     if arguments.json {

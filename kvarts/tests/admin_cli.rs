@@ -40,7 +40,7 @@ fn a_server_scrubs_writes_a_checkpoint_changes_its_budget_and_stops_when_it_is_t
     let allocated = shown["allocated_bytes"].as_u64().unwrap();
     let less = format!("{}", allocated - 4096);
     let (code, _, error) = server.kvarts(&["budget", &less]);
-    assert!(code == 2 && error.contains("blocks are evicted") && error.contains("--yes"), "{error}");
+    assert!(code == 2 && error.contains("it evicts blocks until") && error.contains("--yes"), "{error}");
     let (_, shown) = json(server.kvarts(&["budget", "--json"]));
     assert_eq!(shown["budget_bytes"], 96 << 20, "nothing was done");
 

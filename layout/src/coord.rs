@@ -86,8 +86,8 @@ impl fmt::Display for TpError {
             Self::Rank { rank, ranks } => {
                 write!(
                     f,
-                    "rank {rank} does not exist among {ranks} ranks: ranks count from 0, use a number \
-                    below {ranks}"
+                    "rank {rank} does not exist among {ranks} ranks: ranks count from 0, so the \
+                    number must be below {ranks}"
                 )
             }
             Self::Uneven { heads, ranks } => write!(

@@ -87,7 +87,7 @@ impl Cut {
         match found {
             Some((group, _, coordinate, shape)) => Ok((*group, *coordinate, shape)),
             None if self.columns.iter().any(|(known, ..)| known.0 == group) => {
-                Err(wrong_at("rank", format!("the rank {} does not exist", wanted.1)))
+                Err(wrong_at("rank", format!("the rank {} does not exist in group {group}", wanted.1)))
             }
             None => Err(wrong_at("group", format!("the handle has no group {group}"))),
         }

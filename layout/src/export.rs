@@ -96,7 +96,11 @@ impl fmt::Display for ExportError {
                 "the file is damaged, because its bytes do not match their digest: \
                 copy it again",
             ),
-            Self::Field(field) => write!(f, "the field {field} of the export violates a rule of the format"),
+            Self::Field(field) => write!(
+                f,
+                "the export violates a rule of the format ({field}): \
+                export the blocks again with a newer kvarts"
+            ),
         }
     }
 }

@@ -223,7 +223,7 @@ impl fmt::Display for IdentityError {
                 write!(f, "identity: {field} has control characters, or spaces at its ends: remove them")
             }
             Self::TooLong { field, max } => {
-                write!(f, "identity: {field} is longer than {max}: shorten it")
+                write!(f, "identity: {field} is longer than {max} bytes: shorten {field}")
             }
             Self::BlockTokens { found } => {
                 write!(f, "identity: block_tokens is {found}: use 1 to {MAX_BLOCK_TOKENS}")
@@ -232,13 +232,13 @@ impl fmt::Display for IdentityError {
                 write!(
                     f,
                     "identity: all fields together have more than {MAX_IDENTITY_BYTES} bytes: shorten \
-                    some"
+                    fields"
                 )
             }
             Self::Version => write!(
                 f,
-                "identity: this program cannot read the version of the encoding: use \
-                the program that wrote it"
+                "identity: this program cannot read the encoding version of the identity: use the \
+                version of kvarts that wrote the identity"
             ),
             Self::Truncated { field } => {
                 write!(f, "identity: the bytes end inside {field}: copy the identity again")

@@ -232,13 +232,13 @@ impl fmt::Display for ForeignKeyError {
             Self::Empty => write!(f, "the foreign key is empty: use the engine's block hash"),
             Self::TooLong { bytes } => write!(
                 f,
-                "the foreign key has {bytes} bytes, but the limit is {MAX_FOREIGN_KEY_BYTES}: hash it to 32 \
-                bytes first"
+                "the foreign key has {bytes} bytes, but the limit is {MAX_FOREIGN_KEY_BYTES}: hash \
+                the key to 32 bytes first"
             ),
             Self::NoGroup { bytes } => write!(
                 f,
-                "the offload key has {bytes} bytes: it needs a block hash of at least one byte, and 4 bytes \
-                of the group"
+                "the offload key has {bytes} bytes, but it must have a block hash of at least one \
+                byte and 4 bytes for the group"
             ),
         }
     }

@@ -172,7 +172,10 @@ impl Desk {
             return Err(CLOSED);
         }
         if state.open >= self.batches_max {
-            return Err(Reason::Busy("the limit of batches under way is reached: drain completions first"));
+            return Err(Reason::Busy(
+                "the limit of batches under way is reached: drain the completions \
+                of earlier batches first",
+            ));
         }
         state.open += 1;
         state.next += 1;

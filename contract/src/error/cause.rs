@@ -101,7 +101,7 @@ wraps!(ShapeCause as Shape: Spec(SpecError), Canonical(CanonicalError), Record(R
 fn shape_words(fault: &ShapeCause, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     match fault {
         ShapeCause::Layers { end, count } => {
-            write!(f, "the request has layers up to {end}, but the group has only {count}")
+            write!(f, "the request ends at layer {end}, but the group has only {count} layers")
         }
         ShapeCause::BlockTokens { asked, stored } => {
             write!(
@@ -204,11 +204,12 @@ impl fmt::Display for SpaceCause {
             Self::Records => f.write_str("the index has no free record numbers: put more blocks in each request"),
             Self::Files { most } => write!(
                 f,
-                "{most} segment files are in use, which is the limit on open files of this process, and pins or leases prevent \
-                 evictions: raise the limit (`ulimit -n`, LimitNOFILE), or {END_PINS}"
+                "the store uses all {most} segment files that this process may open, and pins or \
+                leases prevent evictions: raise the limit on open files (`ulimit -n`, LimitNOFILE), \
+                or {END_PINS}"
             ),
             Self::Remote(cause) if cause.is_empty() => {
-                f.write_str("the limit is reached that this answer reports for an earlier block")
+                f.write_str("the cause is the same as for an earlier block of this answer")
             }
             Self::Remote(cause) => f.write_str(cause),
         }
@@ -280,8 +281,8 @@ impl fmt::Display for DeleteCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotAll => f.write_str(
-                "blocks that descend from the key may lie in a part of the store that cannot be read: delete the keys or the \
-                 namespace",
+                "blocks that descend from the key may lie in a part of the store that cannot be read: \
+                delete the keys of these blocks, or delete the namespace",
             ),
             Self::TooFew { in_use, all } => {
                 write!(

@@ -35,7 +35,8 @@ impl std::error::Error for DeepError {}
 
 fn failed(error: &io::Error) -> DeepError {
     DeepError(format!(
-        "a temporary file for comparing blocks could not be written or read ({error}): raise --memory-mib, or set TMPDIR"
+        "a temporary file for comparing blocks could not be written or read ({error}): raise \
+        --memory-mib, or set TMPDIR to a folder with more space"
     ))
 }
 

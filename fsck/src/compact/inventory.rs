@@ -400,7 +400,7 @@ impl Inventory {
         let geometry = Geometry::decode_canonical(&spec.canonical)
             .map_err(|_| clash("the text of a spec is not valid"))?;
         if identity.id != id || geometry.fingerprint().0 != spec.id {
-            return Err(clash("a definition contradicts itself"));
+            return Err(clash("the fields of a definition contradict each other"));
         }
         let at = self.spaces.len() as u32;
         self.spaces.push(Space {

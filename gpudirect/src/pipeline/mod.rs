@@ -229,9 +229,12 @@ impl Pipeline {
         let all = request.into.layer_bytes();
         let wanted = request.layers.clone().unwrap_or(0..all.len() as u32);
         if wanted.is_empty() || wanted.end as usize > all.len() {
-            return Err(LandError::Request(
-                "the range of layers is empty, or exceeds the layers of the model".to_owned(),
-            ));
+            return Err(LandError::Request(format!(
+                "the range of layers from {} up to but without {} is empty, or exceeds the {} layers of the model",
+                wanted.start,
+                wanted.end,
+                all.len()
+            )));
         }
         Ok((wanted, all))
     }
@@ -309,7 +312,7 @@ impl Pipeline {
         let most = depth.max(least).min(sum.max(least).next_power_of_two());
         let full = || LandError::ArenaFull { wanted: least, free: self.arena.usage().largest_free };
         let ring = self.arena.take(least, most).ok_or_else(full)?;
-        let bug = || LandError::Request("the layers do not fit their destination".to_owned());
+        let bug = || LandError::Request("the layers do not fit into the host memory for layers".to_owned());
         let places = places(wanted, ring.len() as u64).ok_or_else(bug)?;
         Ok(Seating { ring, places })
     }

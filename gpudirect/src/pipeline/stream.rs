@@ -465,8 +465,7 @@ impl<'a> StagedReader<'a> {
                     Err(match failure {
                         Some(Reason::DeadlinePassed) => EndReason::Deadline,
                         failure => EndReason::Store(failure.unwrap_or(Reason::Bug(
-                            "the read returned fewer blocks \
-                                without a reason",
+                            "the read returned fewer blocks than requested, without a reason",
                         ))),
                     })
                 }

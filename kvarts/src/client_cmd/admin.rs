@@ -86,7 +86,8 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
         Some(Budget::Part(part)) => {
             let used = bytes(stats.allocated_bytes);
             arguments.sure.ask(&format!(
-                "{used} are allocated: blocks are evicted if {part}% of the server's disks is less than that"
+                "the store has allocated {used}: it evicts blocks if {part}% of the server's disks is \
+                less than {used}"
             ))?;
             let reply = client.set_budget_part(part).map_err(Failure::user)?;
             (reply.budget_bytes, reply.allocated_bytes)
@@ -94,9 +95,10 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
         Some(Budget::Bytes(size)) => {
             if size < stats.allocated_bytes {
                 let (size, used) = (bytes(size), bytes(stats.allocated_bytes));
-                arguments
-                    .sure
-                    .ask(&format!("{used} are allocated: blocks are evicted until it is {size}"))?;
+                arguments.sure.ask(&format!(
+                    "the store has allocated {used}: it evicts blocks until the \
+                        allocated space is {size}"
+                ))?;
             }
             let reply = client.set_budget(size).map_err(Failure::user)?;
             (reply.budget_bytes, reply.allocated_bytes)
@@ -111,7 +113,7 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
         None => writeln!(out, "budget {}, {used} allocated", bytes(now))?,
         Some(_) => {
             let before = bytes(before);
-            writeln!(out, "budget {} from now on (it was {before}), {used} allocated", bytes(now))?;
+            writeln!(out, "budget {} from now on (before: {before}), {used} allocated", bytes(now))?;
             if allocated > now {
                 writeln!(
                     out,

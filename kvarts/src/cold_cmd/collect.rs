@@ -62,8 +62,7 @@ struct Report {
 pub(super) fn run(arguments: &GcArgs, out: &mut dyn Write) -> Result<(), Failure> {
     if arguments.grace < GRACE_LEAST {
         return Err(Failure::user(
-            "--grace: the time must be at least 1h, because a push may be under way for \
-            some minutes",
+            "--grace: the time must be at least 1h, because a push can take several minutes",
         ));
     }
     let bucket = arguments.bucket.open()?;

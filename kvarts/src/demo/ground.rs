@@ -136,10 +136,11 @@ impl Ground {
 
     /// Finds a chunk of a block on disk, flips a bit of it, and says where: the file and the offset.
     pub(super) fn flip(&self, block: u32) -> Result<(String, u64), Failure> {
-        let key = self
-            .keys
-            .get(block as usize)
-            .ok_or_else(|| Failure::user("the prefix has no block of this number"))?;
+        let missing = || {
+            let count = self.keys.len();
+            Failure::User(format!("the prefix has no block {block}: it has {count} blocks, counted from 0"))
+        };
+        let key = self.keys.get(block as usize).ok_or_else(missing)?;
         let part = self.shape.chunk_count() / 2;
         let mut needle = vec![0; NEEDLE_BYTES];
         content(key, part, &mut needle);

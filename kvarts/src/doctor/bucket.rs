@@ -14,17 +14,17 @@ pub(super) fn look(address: &str) -> Finding {
 fn judge(address: &str, tried: Result<(Conditions, bool), String>) -> Finding {
     let check = format!("bucket {address}");
     match tried {
-        Ok((Conditions::Kept, false)) => Finding::good(check, "it supports conditional puts"),
+        Ok((Conditions::Kept, false)) => Finding::good(check, "the bucket supports conditional puts"),
         Ok((Conditions::Kept, true)) => Finding::better(
             check,
-            "it supports conditional puts, and keeps versions of objects: deleted objects stay",
-            "give it a lifecycle rule that deletes noncurrent versions",
+            "the bucket supports conditional puts, and keeps versions of objects: deleted objects stay",
+            "add a lifecycle rule to the bucket that deletes noncurrent versions",
         ),
         Ok((Conditions::NotKept(why), _)) => Finding::bad(
             check,
             why,
-            "use another bucket, or another bucket server: a cold tier on this one is read-only, and deletes are not \
-             acknowledged",
+            "use another bucket, or another bucket server: a cold tier in this bucket is read-only, \
+            and deletes are not acknowledged",
         ),
         Err(why) => Finding::bad(check, why, "check the address, the network and the credentials"),
     }

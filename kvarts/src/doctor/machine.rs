@@ -48,7 +48,8 @@ fn kernel(release: &str) -> Finding {
         (Some(major), Some(minor)) if (major, minor) >= (5, 15) => Finding::better(
             "kernel",
             found,
-            "Linux 6.1 or newer lets io_uring do more of the work in the thread that waits for it",
+            "use Linux 6.1 or newer: io_uring then does more of its work in the thread that waits for \
+            the results",
         ),
         (Some(_), Some(_)) => Finding::better(
             "kernel",
@@ -81,7 +82,7 @@ fn rings(directories: &[PathBuf]) -> Finding {
         Err(OpenError::Environment(why)) => Finding::better(
             "io_uring",
             "not tested",
-            format!("{why}: repeat with a directory that this user can open"),
+            format!("{why}: repeat the check with a directory that this user can open"),
         ),
         Err(why) => Finding::better("io_uring", "no", why.to_string()),
     }
@@ -133,8 +134,8 @@ fn huge_pages(private: &str, shared: &str) -> Finding {
         "huge pages",
         found,
         format!(
-            "{change}. Reads over the network use private memory, reads of clients on this host shared memory; large pages \
-             halve the work of each"
+            "{change}. Reads over the network use private memory, and reads of clients on this host \
+            use shared memory; large pages halve the work of both kinds of reads"
         ),
     )
 }
@@ -152,7 +153,8 @@ fn memory(meminfo: &str, group: &str) -> Finding {
         Finding::bad(
             "memory",
             found,
-            "a server needs at least 1 GiB: 26 to 30 bytes a block for its index, and 512 MiB for requests",
+            "a server needs at least 1 GiB: 26 to 30 bytes a block for the index, and 512 MiB for \
+            requests",
         )
     } else {
         Finding::good("memory", found)

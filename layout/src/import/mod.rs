@@ -118,8 +118,8 @@ impl fmt::Display for ImportError {
             Self::Feature { field, reason } => write!(f, "{field}: {reason}"),
             Self::Architecture { name, missing } => write!(
                 f,
-                "the architecture {name} is not known. These facts about it are missing: {}. Write a spec by \
-                hand if you know them",
+                "the architecture {name} is not known. These facts about it are missing: {}. Write a \
+                spec by hand if you know these facts",
                 missing.join(", ")
             ),
             Self::Spec(error) => write!(f, "no valid spec follows from the configuration: {error}"),

@@ -314,7 +314,7 @@ fn an_unknown_architecture_is_refused_with_the_facts_that_are_missing() {
         json!({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "num_hidden_layers": 64});
     assert_eq!(
         refusal(&mamba),
-        "the architecture `mamba2` is not known. These facts about it are missing: the state of each kind of layer (its parts, and how their bytes depend on the tokens), num_key_value_heads, head_dim, the cache's number format (torch_dtype). Write a spec by hand if you know them"
+        "the architecture `mamba2` is not known. These facts about it are missing: the state of each kind of layer (its parts, and how their bytes depend on the tokens), num_key_value_heads, head_dim, the cache's number format (torch_dtype). Write a spec by hand if you know these facts"
     );
     let draft = with(llama(1, 4096, 32), "architectures", json!(["LlamaForCausalLMEagle3"]));
     assert!(refusal(&draft).starts_with("the architecture `LlamaForCausalLMEagle3` is not known"));

@@ -57,7 +57,11 @@ impl fmt::Display for PlanError {
                 layer",
             ),
             Self::OutOfRange { wanted, available } => {
-                write!(f, "item {wanted} was requested, but only {available} items exist")
+                write!(
+                    f,
+                    "block or layer {wanted} was requested, but only {available} exist (counted \
+                    from 0)"
+                )
             }
             Self::Order => f.write_str(
                 "blocks, layers or destination places are repeated or not sorted: \

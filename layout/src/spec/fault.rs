@@ -85,8 +85,8 @@ impl fmt::Display for FormError {
             FormFault::NoSource(name) => {
                 write!(
                     f,
-                    "a layer reads `{}`, but no earlier layer stores this state, or the layer stores it \
-                    itself",
+                    "this kind of layer must not read `{0}`: a layer can read `{0}` only if an \
+                    earlier layer stores `{0}` and the layer itself does not",
                     printable(name)
                 )
             }

@@ -98,11 +98,11 @@ mod tests {
         let first = SPEC.replace("[\"source\", \"reader\"] }", "[\"reader\", \"source\"] }");
         assert_eq!(
             refusal(&first),
-            "reads.reader: a layer reads `kv`, but no earlier layer stores this state, or the layer stores it itself"
+            "reads.reader: this kind of layer must not read `kv`: a layer can read `kv` only if an earlier layer stores `kv` and the layer itself does not"
         );
         let own = SPEC.replace("reader = [\"kv\"]", "reader = [\"window\"]");
         assert!(
-            refusal(&own).starts_with("reads.reader: a layer reads `window`, but no earlier layer"),
+            refusal(&own).starts_with("reads.reader: this kind of layer must not read `window`"),
             "{}",
             refusal(&own)
         );
