@@ -137,8 +137,7 @@ impl<'a> Arrival<'a> {
         };
         if data.offset != 0 || end.is_none() || data.blocks == 0 || !follows {
             return Err(Reason::Bug(
-                "the server sent data that was not requested, or sent data out of \
-                order",
+                "the server sent data that was not requested, or sent data out of order",
             ));
         }
         let (layer, first_block, blocks) = (data.layer, data.first_block, data.blocks);

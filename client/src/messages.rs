@@ -49,12 +49,8 @@ fn missing(wire: Option<&proto::Missing>) -> Missing {
 pub(super) fn matched(found: &proto::MatchReply) -> Result<MatchReply, Reason> {
     let coverage = |one: &proto::match_reply::Coverage| {
         let column = convert::column(one.column.as_ref());
-        let (group, coordinate) = column.map_err(|_| {
-            Reason::Bug(
-                "the answer of the server has an \
-            unknown column",
-            )
-        })?;
+        let (group, coordinate) =
+            column.map_err(|_| Reason::Bug("the answer of the server has an unknown column"))?;
         Ok(Coverage { group, coordinate, blocks: one.blocks })
     };
     let usable = UsablePrefix {

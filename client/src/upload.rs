@@ -68,8 +68,8 @@ async fn send(
     let found = answer.map_err(|status| fault::reason_of(&status))?.into_inner();
     if digest.put_reply(&found) != found.crc32 {
         return Err(Reason::remote(
-            "the answer to the put was damaged in transit, so it is unknown \
-            which blocks are stored: look the blocks up",
+            "the answer to the put was damaged in transit, so it is unknown which blocks are stored: \
+            look the blocks up",
         ));
     }
     if found.outcomes.len() != request.keys.len() {

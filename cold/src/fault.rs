@@ -53,8 +53,8 @@ impl fmt::Display for Fault {
             Self::Denied(why) => {
                 write!(
                     f,
-                    "the bucket refused the credentials ({why}): check the credentials and the \
-                    local clock"
+                    "the bucket refused the credentials ({why}): check the credentials and the local \
+                    clock"
                 )
             }
             Self::Forbidden(why) => write!(

@@ -61,8 +61,7 @@ impl ModelBlocks {
         let requirements = spec.stored_requirements(block_tokens, 1);
         let requirements = requirements.map_err(|_| {
             Reason::Shape(ShapeCause::Rule(
-                "blocks of the given number of tokens cannot \
-                be looked up: use another block_tokens",
+                "blocks of the given number of tokens cannot be looked up: use another block_tokens",
             ))
         })?;
         let arrangement = Arrangement::new(engine, "canonical", "1");

@@ -48,8 +48,8 @@ impl<const N: usize> Sorter<N> {
             if self.rows.len() >= self.most {
                 if self.runs.len() >= RUNS_MAX {
                     return Err(io::Error::other(
-                        "the memory of the check is too small for a store of \
-                        this size: raise --memory-mib",
+                        "the memory of the check is too small for a store of this size: raise \
+                        --memory-mib",
                     ));
                 }
                 let run = write_run(&mut self.rows, &self.below)?;

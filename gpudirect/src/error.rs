@@ -86,8 +86,8 @@ impl fmt::Display for DeviceError {
             Self::NoMemory(bytes) => {
                 write!(
                     f,
-                    "{bytes} bytes of device memory could not be allocated: free device memory, \
-                    or request less"
+                    "{bytes} bytes of device memory could not be allocated: free device memory, or \
+                    request less"
                 )
             }
             Self::Pin(why) => {

@@ -103,7 +103,8 @@ fn a_server_goes_on_without_a_dead_disk_and_an_empty_one_takes_its_place() {
     let left = disks.blocks();
     assert!(0 < left && left < before, "{left} of {before}");
     let (code, said, error) = disks.0.kvarts(&["stat", "--server", "kvarts.sock"]);
-    let line = "mnt/nvme1/kvarts is out: the directory mnt/nvme1/kvarts does not exist: mount its disk";
+    let line =
+        "mnt/nvme1/kvarts is out of use: the directory mnt/nvme1/kvarts does not exist: mount its disk";
     assert!(code == 0 && said.contains(line), "{said}{error}");
     let (code, said, error) = disks.0.kvarts(&["health", "--metrics", disks.0.metrics_address()]);
     assert!(code == 0 && said.starts_with("well\n") && said.contains(line), "{said}{error}");

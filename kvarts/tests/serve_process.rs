@@ -351,7 +351,7 @@ fn a_taken_port_and_a_budget_too_small_are_told_with_what_to_do() {
         assert!(
             taken.contains(&format!("{name}: {address}"))
                 && taken.contains(&advice)
-                && taken.contains(":0 for a free one"),
+                && taken.contains("port 0 selects a free one"),
             "{taken}"
         );
     }

@@ -98,8 +98,8 @@ impl fmt::Display for ExportError {
             ),
             Self::Field(field) => write!(
                 f,
-                "the export violates a rule of the format ({field}): \
-                export the blocks again with a newer kvarts"
+                "the export violates a rule of the format ({field}): export the blocks again with a \
+                newer kvarts"
             ),
         }
     }

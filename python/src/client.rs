@@ -251,7 +251,7 @@ impl Client {
                     return Err(invalid(
                         py,
                         "nbytes",
-                        format!("{len} bytes were given, but the buffer has {}", given.len),
+                        format!("nbytes is {len}, but the buffer has only {} bytes", given.len),
                     ));
                 }
                 (given.address, len, Some(given.held), Some(buffer.clone().unbind()))

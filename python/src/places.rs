@@ -139,7 +139,13 @@ pub(crate) fn laid(
     if let Ok(paged) = given.cast::<Paged>() {
         return Ok(Laid::Placed(slots(gather, &paged.get().bound(py), asked, py)?));
     }
-    let lost = || invalid(py, "buffers", "the buffers are too far apart");
+    let lost = || {
+        invalid(
+            py,
+            "buffers",
+            "the span from the first to the last buffer is too large: use buffers in one memory",
+        )
+    };
     if !given.is_instance_of::<PyList>() && !given.is_instance_of::<PyTuple>() {
         return whole(gather, given, asked);
     }
@@ -162,7 +168,13 @@ pub(crate) fn laid(
 fn whole(mut gather: Gather<'_>, given: &Bound<'_, PyAny>, asked: &Asked<'_>) -> PyResult<Laid> {
     let py = given.py();
     let all = asked.shapes.iter().try_fold(0usize, |all, shape| all.checked_add(bytes(shape)));
-    let all = all.ok_or_else(|| invalid(py, "buffers", "the buffers together are too large"))?;
+    let all = all.ok_or_else(|| {
+        invalid(
+            py,
+            "buffers",
+            "the size of all blocks together does not fit the address space: read fewer blocks at once",
+        )
+    })?;
     let address = given.extract::<usize>().is_ok();
     let found = gather.take("buffers", given, if address { Some(all) } else { None })?;
     if found != all {

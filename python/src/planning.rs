@@ -27,8 +27,9 @@ impl Times {
         let roofline = match (model, device) {
             (None, None) => None,
             (Some(model), Some(device)) => {
-                let compute = cost::model(model)
-                    .ok_or_else(|| invalid(py, "model", format!("the times of `{model}` are unknown")))?;
+                let compute = cost::model(model).ok_or_else(|| {
+                    invalid(py, "model", format!("the compute times of the model `{model}` are unknown"))
+                })?;
                 let sheet = cost::device(device)
                     .ok_or_else(|| invalid(py, "device", format!("no device is named `{device}`")))?;
                 Some(Roofline::new(compute, sheet, devices))

@@ -219,7 +219,11 @@ fn wanted(
 ) -> PyResult<Option<Range<u32>>> {
     let Some((start, stop)) = layers else { return Ok(None) };
     let mut some = numbers.iter().filter(|(_, number)| (start..stop).contains(number)).map(|(at, _)| *at);
-    let first = some.next().ok_or_else(|| invalid(py, "layers", "the blocks have none of these layers"))?;
+    let none = || {
+        let what = format!("the blocks have none of the layers from {start} up to but without {stop}");
+        invalid(py, "layers", what)
+    };
+    let first = some.next().ok_or_else(none)?;
     Ok(Some(first..some.next_back().unwrap_or(first) + 1))
 }
 

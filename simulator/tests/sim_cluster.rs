@@ -376,7 +376,10 @@ fn values_in_place_of_a_file_s_are_checked_as_the_file_is() {
     assert_eq!((cluster.engine.prefetch, cluster.dual_path), (Prefetch::Layerwise, true));
     assert_eq!(cluster.cold, Some(Cold { gb: 5.0, gb_per_s: 0.5, latency_ms: 0.0 }));
     assert_eq!(with(&[]).unwrap(), Cluster::parse(FILE).unwrap());
-    assert_eq!(with(&["hbm.gb"]).unwrap_err(), "`hbm.gb`: the form is not valid: write `table.name=value`");
+    assert_eq!(
+        with(&["hbm.gb"]).unwrap_err(),
+        "`hbm.gb`: the setting has no value: write `table.name=value`"
+    );
     assert!(with(&["hbm.gbs=3"]).unwrap_err().starts_with("`hbm.gbs=3`: unknown field `gbs`"));
     assert!(with(&["model.name=3"]).unwrap_err().ends_with("`model` is not a table"));
     assert!(with(&["disk.drives=0"]).unwrap_err().starts_with("disk.drives: the value is 0"));

@@ -160,14 +160,22 @@ impl Home {
         let descriptors = raise_descriptor_limit();
         let mut notes = Vec::new();
         let mut store_options = options.store.clone();
-        store_options.directories = u16::try_from(options.directories.len())
-            .map_err(|_| Error(Reason::Config("too many directories".to_owned())))?;
+        let too_many = || {
+            let count = options.directories.len();
+            format!("the store has {count} directories, but the limit is {}", u16::MAX)
+        };
+        store_options.directories =
+            u16::try_from(options.directories.len()).map_err(|_| Error(Reason::Config(too_many())))?;
         store_options.absent = absent;
         for one in &options.replace {
             let at = options.directories.iter().position(|directory| directory == one);
             let at = at.and_then(|at| u16::try_from(at).ok());
-            let why =
-                || format!("{} does not belong to the store: name exactly its directories", one.display());
+            let why = || {
+                format!(
+                    "the directory {} does not belong to the store: name only directories of the store",
+                    one.display()
+                )
+            };
             store_options.replace.insert(at.ok_or_else(|| Error(Reason::Config(why())))?);
         }
         let (store, executors) = start(options, &store_options, &mut notes)?;

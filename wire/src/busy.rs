@@ -10,15 +10,17 @@ pub const MODELS_REMEMBERED: &str = "the store's limit of models of this tenant 
 /// The tenant has as many leases as it may.
 pub const LEASES: &str = "the tenant's limit of leases is reached (end leases)";
 /// The tenant has as many sessions, or leases of them, as it may.
-pub const SESSIONS: &str = "the tenant's limit of sessions, or of their leases, is reached (close some)";
+pub const SESSIONS: &str = "the tenant's limit of sessions, or of the leases of sessions, is reached \
+    (close sessions)";
 /// The session has.
 pub const LEASES_OF_SESSION: &str = "the session's limit of leases is reached (end leases)";
 /// A tenant's leases hold as many blocks as they may, as the store says it.
-pub const BLOCKS_HELD: &str = "the tenant's leases and pins hold too many blocks (unlock some)";
+pub const BLOCKS_HELD: &str = "the tenant's leases and pins hold too many blocks (end leases or pins)";
 /// All tenants' leases hold as many bytes as they may, as the store says it.
 pub const HELD_BY_ALL: &str = "the limit for leases and pins of all tenants is reached (end leases or pins)";
 /// A tenant has as many connections as it may.
-pub const CONNECTIONS: &str = "the tenant's limit of connections is reached, and each has a call under way";
+pub const CONNECTIONS: &str = "the tenant's limit of connections is reached, and each connection has \
+    a call under way (retry later)";
 /// A connection has one of the places that are kept.
 pub const KEPT_CONNECTIONS: &str =
     "the limit of connections is reached; the rest is reserved for administrators";

@@ -55,10 +55,8 @@ impl TileSource for LinkTiles {
         }
         let request = request.tile(tile, into)?;
         let places = inner.places(&request.into, shape, &tile.layers);
-        let places = places.ok_or(Reason::Bug(
-            "a window of the read or put is not shared with the \
-            server",
-        ))?;
+        let places =
+            places.ok_or(Reason::Bug("a window of the read or put is not shared with the server"))?;
         // A reader of tiles looks at the time itself.
         let timeout = (inner.timeout_us(request.deadline), None);
         let part = Some(Part { origins: Arc::clone(origins), first: tile.blocks.start });
@@ -226,12 +224,8 @@ async fn pieces(
         let piece = piece(request, number * each, keys.len(), from);
         let (reply, answer) = ticket();
         let places = inner.places(&piece.from, shape, &(0..shape.layers().len() as u32));
-        let places = places
-            .ok_or(Reason::Bug(
-                "a window of the read or put is not shared with the \
-            server",
-            ))?
-            .wire;
+        let places =
+            places.ok_or(Reason::Bug("a window of the read or put is not shared with the server"))?.wire;
         // What cannot be sent is answered with why.
         let message = inner.put_message(&piece, places, crc32);
         let _ = link.put(&message, piece.from, None, reply);

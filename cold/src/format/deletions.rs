@@ -204,8 +204,7 @@ impl Deletions {
         let counts = (taker.count()?, taker.count()?);
         if counts.0 > DELETES_MAX || counts.1 > KEYS_MAX {
             return Err(FormatError::Rule(
-                "a number of deletes or keys in the head of the manifest is \
-                too large",
+                "a number of deletes or keys in the head of the manifest is too large",
             ));
         }
         Ok((Self { listed_after, made_after_ms, forgotten_ms, keys: BTreeMap::new() }, counts))

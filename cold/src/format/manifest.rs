@@ -261,10 +261,7 @@ impl Manifest {
         let lists = packs * PACK + condemned * CONDEMNED + fingerprints * 4;
         let expected = head + lists + deleted.0 * DELETE + deleted.1 * KEY + HASH;
         if expected != bytes.len() {
-            return Err(FormatError::Rule(
-                "the numbers of entries do not match the length of the \
-                manifest",
-            ));
+            return Err(FormatError::Rule("the numbers of entries do not match the length of the manifest"));
         }
         let mut manifest = Self { generation, written_ms, begun_ms, deletions, ..Self::empty(namespace) };
         manifest.take_packs(&mut taker, (packs, condemned, fingerprints))?;

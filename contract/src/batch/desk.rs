@@ -173,8 +173,8 @@ impl Desk {
         }
         if state.open >= self.batches_max {
             return Err(Reason::Busy(
-                "the limit of batches under way is reached: drain the completions \
-                of earlier batches first",
+                "the limit of batches under way is reached: drain the completions of earlier batches \
+                first",
             ));
         }
         state.open += 1;

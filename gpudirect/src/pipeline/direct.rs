@@ -275,10 +275,8 @@ impl DirectRead {
             free"
             )
         })?;
-        let places = places(&rooms, piece.len()).ok_or(
-            "the layers do not fit into the device memory \
-            for reads",
-        )?;
+        let places =
+            places(&rooms, piece.len()).ok_or("the layers do not fit into the device memory for reads")?;
         let files = path.arena.files();
         let opened = lent.files().iter().map(|file| files.open(std::os::fd::AsFd::as_fd(file)));
         let opened = opened.collect::<Result<Vec<_>, _>>().map_err(|error| {

@@ -96,8 +96,8 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
             if size < stats.allocated_bytes {
                 let (size, used) = (bytes(size), bytes(stats.allocated_bytes));
                 arguments.sure.ask(&format!(
-                    "the store has allocated {used}: it evicts blocks until the \
-                        allocated space is {size}"
+                    "the store has allocated {used}: it evicts blocks until the allocated space is \
+                    {size}"
                 ))?;
             }
             let reply = client.set_budget(size).map_err(Failure::user)?;

@@ -344,22 +344,16 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
         "d" => 24 * 3600,
         other => return Err(format!("{other:?} is not a unit of time: use s, m, h or d")),
     };
-    let number: u64 = digits.parse().map_err(|_| {
-        format!(
-            "{text:?} is not a time: write a number with \
-        a unit, such as 90s or 12h"
-        )
-    })?;
+    let number: u64 = digits
+        .parse()
+        .map_err(|_| format!("{text:?} is not a time: write a number with a unit, such as 90s or 12h"))?;
     if number == 0 {
         return Err(format!("the time {text:?} is zero: write a longer time, such as 90s"));
     }
     let seconds = number.checked_mul(each);
-    seconds.map(Duration::from_secs).ok_or_else(|| {
-        format!(
-            "the time {text:?} is too long: it must \
-        fit 64 bits in seconds"
-        )
-    })
+    seconds
+        .map(Duration::from_secs)
+        .ok_or_else(|| format!("the time {text:?} is too long: it must fit 64 bits in seconds"))
 }
 
 #[cfg(test)]

@@ -155,10 +155,7 @@ fn from_files(
 ) -> Result<(Report, Seen), Failure> {
     let is_in_use = is_in_use(directories, arguments.live)?;
     let place = Place::of(directories, is_in_use).ok_or_else(|| {
-        Failure::user(
-            "no store directory was given: name the directories of the store \
-            as DIR",
-        )
+        Failure::user("no store directory was given: name the directories of the store as DIR")
     })?;
     let bucket = bucket.open()?;
     // Before the store is listed: what is deleted from now on, and told to this bucket, is left out.

@@ -59,8 +59,8 @@ impl fmt::Display for PlanError {
             Self::OutOfRange { wanted, available } => {
                 write!(
                     f,
-                    "block or layer {wanted} was requested, but only {available} exist (counted \
-                    from 0)"
+                    "block or layer {wanted} was requested, but only {available} exist (counted from \
+                    0)"
                 )
             }
             Self::Order => f.write_str(

@@ -461,10 +461,9 @@ pub enum PlacementError {
 impl fmt::Display for PlacementError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Blocks => f.write_str(
-                "the number of blocks of the placement is not valid: use 1 to \
-                16777216",
-            ),
+            Self::Blocks => {
+                f.write_str("the number of blocks of the placement is not valid: use 1 to 16777216")
+            }
             Self::Parts { found, expected } => {
                 write!(
                     f,

@@ -44,8 +44,8 @@ impl fmt::Display for SampleError {
             }
             Self::NoFit => write!(
                 f,
-                "the times of the data sheet cannot be scaled to the samples: no factor \
-                fits"
+                "the times of the data sheet cannot be scaled to the samples, because no factor fits: \
+                measure more samples"
             ),
         }
     }

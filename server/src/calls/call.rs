@@ -94,7 +94,7 @@ impl Call {
         let until = self.deadline.min(Instant::now() + limits::WAIT);
         let part = self.state.receiving.take(self.caller.tenant.number, bytes);
         let part = tokio::time::timeout_at(until, part).await.ok().flatten();
-        let full = || Fault::busy("the memory for large requests is full");
+        let full = || Fault::busy("the memory for large requests is full: retry later");
         self.keep(part.ok_or_else(full)?);
         Ok(())
     }

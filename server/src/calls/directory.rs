@@ -116,9 +116,9 @@ fn holders(node: &ClusterNode, together: &Together) -> Vec<in_cluster::Holder> {
         let trouble = match known {
             _ if *unreadable == 0 => String::new(),
             Some(known) if !known.trouble.is_empty() => known.trouble.clone(),
-            Some(known) if known.path.is_none() => "this node has no connection to the node".to_owned(),
-            Some(_) => "the blocks of the node cannot be read now".to_owned(),
-            None => "the node is no longer a member".to_owned(),
+            Some(known) if known.path.is_none() => "this node has no connection to the other node".to_owned(),
+            Some(_) => "the blocks of the other node cannot be read now".to_owned(),
+            None => "the other node is no longer a member of the cluster".to_owned(),
         };
         in_cluster::Holder {
             node: id.0.to_vec().into(),

@@ -28,7 +28,7 @@ impl Decided {
 pub(super) fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Complaint> {
     text.trim()
         .parse()
-        .map_err(|_| Complaint::new(name, &format!("the number {text:?} is not in the allowed range")))
+        .map_err(|_| Complaint::new(name, &format!("{text:?} is not a whole number in the allowed range")))
 }
 
 pub(super) fn sized(name: &str, text: &str) -> Result<u64, Complaint> {

@@ -253,8 +253,7 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
         if form.name.is_empty() || known.iter().any(|tenant| tenant.name == form.name) {
             return Err(Complaint::new(
                 "tenants",
-                "a tenant has no name, or the name of another tenant: give \
-                each its own name",
+                "a tenant has no name, or the name of another tenant: give each tenant its own name",
             ));
         }
         let standard = TenantLimits::default();
@@ -267,7 +266,7 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
         if form.unsalted && form.salt.is_some() {
             return Err(Complaint::new(
                 "tenants.unsalted",
-                "a tenant has both a salt and `unsalted`: remove one setting",
+                "a tenant has both a salt and `unsalted`: remove one of the two settings",
             ));
         }
         let salt = form.unsalted.then(String::new).or_else(|| form.salt.clone()).map(String::into_bytes);
@@ -275,8 +274,8 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
             return Err(Complaint::new("tenants.salt", "the salt is longer than 64 bytes"));
         }
         if known.iter().any(|tenant| salt.as_ref().is_some_and(|salt| *salt == tenant.salt.0)) {
-            let what = "two tenants have the same salt, or both are unsalted, and would share data: give \
-                them different salts";
+            let what = "two tenants would share data, because they have the same salt or are both \
+                unsalted: give each tenant its own salt";
             return Err(Complaint::new("tenants.salt", what));
         }
         known.push(Tenant::new(&form.name, number, salt, limits));
@@ -293,8 +292,14 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
     }
     let token = |form: &form::TokenForm| {
         let tenant = known.iter().find(|tenant| tenant.name == form.tenant);
-        let tenant = tenant
-            .ok_or_else(|| Complaint::new("tokens.tenant", "the tenant of the token is not configured"))?;
+        let unknown = || {
+            let name = &form.tenant;
+            let what = format!(
+                "the tenant {name:?} of a token is not in [[tenants]]: add the tenant, or correct the name"
+            );
+            Complaint::new("tokens.tenant", &what)
+        };
+        let tenant = tenant.ok_or_else(unknown)?;
         let rights = Rights::named(form.rights.iter().map(String::as_str));
         let names = Right::EACH.map(|right| right.to_string()).join(", ");
         Ok(Token {

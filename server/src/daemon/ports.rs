@@ -67,8 +67,8 @@ fn told(name: &str, address: SocketAddr, error: &std::io::Error) -> String {
     let (ip, port) = (address.ip(), address.port());
     let advice = match error.kind() {
         std::io::ErrorKind::AddrInUse => format!(
-            ": port {port} is in use by another program (`ss -ltnp` shows which): stop it, or use another \
-            port, or :0 for a free one"
+            ": port {port} is in use by another program (`ss -ltnp` shows which): stop that program, \
+            or use another port (port 0 selects a free one)"
         ),
         std::io::ErrorKind::AddrNotAvailable => format!(": this machine does not have the address {ip}"),
         std::io::ErrorKind::PermissionDenied => {

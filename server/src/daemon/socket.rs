@@ -98,8 +98,8 @@ pub(super) fn group(name: &str) -> Result<Gid, String> {
     }
     let user = rustix::process::geteuid().as_raw();
     Err(format!(
-        "listen.socket_group: the user of the server ({user}) is not in the group {name:?}: `usermod -aG \
-        {name} USER`, or SupplementaryGroups={name} in its unit"
+        "listen.socket_group: the user of the server ({user}) is not in the group {name:?}: `usermod \
+        -aG {name} USER`, or add SupplementaryGroups={name} to the systemd unit of the server"
     ))
 }
 

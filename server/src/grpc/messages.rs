@@ -47,7 +47,10 @@ impl Messages {
         }
         let length = usize::try_from(self.bytes.get_u32()).unwrap_or(usize::MAX);
         if length > limits::MESSAGE_BYTES_MAX {
-            return Err(Fault::malformed("the request is above the size limit"));
+            return Err(Fault::malformed(format!(
+                "the request has {length} bytes, but the limit is {}",
+                limits::MESSAGE_BYTES_MAX
+            )));
         }
         self.length = Some(length);
         Ok(Some(length))

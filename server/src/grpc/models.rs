@@ -35,7 +35,11 @@ const PART_BYTES: usize = 64;
 
 fn registered(call: &Call, wire: proto::RegisterModelRequest) -> Outcome<proto::RegisterModelReply> {
     if wire.columns.len() > limits::COLUMNS_MAX {
-        return Err(Fault::malformed(format!("columns: the limit is {}", limits::COLUMNS_MAX)));
+        return Err(Fault::malformed(format!(
+            "columns: the list has {} columns, but the limit is {}",
+            wire.columns.len(),
+            limits::COLUMNS_MAX
+        )));
     }
     let identity = wire.identity.ok_or_else(|| Fault::malformed("identity: the field is missing"))?;
     let geometry = convert::geometry(wire.spec)?;
@@ -140,7 +144,7 @@ fn tell_nearest(call: &Call, model: &Model) {
         let (name, id, bytes) = (&model.identity.model, there.namespace, human::bytes(there.live_bytes));
         tracing::info!(
             "model {name:?} was registered and has no blocks; a similar namespace, {id} with {bytes}, \
-            differs from it: {near}"
+            differs from this model in: {near}"
         );
     }
 }

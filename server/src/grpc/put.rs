@@ -78,7 +78,8 @@ impl Incoming {
     async fn data(&mut self, call: &Call) -> Outcome<bytes::Bytes> {
         const AROUND: usize = 64;
         let most = limits::PUT_DATA_BYTES_MAX + AROUND;
-        let too_long = || Fault::malformed("a message of a put has at most 4 MiB of data");
+        let too_long =
+            || Fault::malformed("a message of the put has more than 4 MiB of data: send smaller messages");
         if self.begun().await?.is_some_and(|length| length > most) {
             return Err(too_long());
         }
@@ -88,7 +89,8 @@ impl Incoming {
             Some(_) => return Err(Fault::malformed("the put has a second header")),
             None => {
                 return Err(Fault::malformed(format!(
-                    "the put ended after {} bytes: the rest is missing",
+                    "the put ended after {} bytes, before the number of bytes that its header \
+                    announces",
                     self.at
                 )));
             }
@@ -126,7 +128,7 @@ impl Incoming {
         // ends: `STALL`, by its `message`; and the put's deadline
         if !self.rest.is_empty() || self.message().await?.is_some() {
             return Err(Fault::malformed(format!(
-                "the put has more bytes than the {} bytes given by its header",
+                "the header of the put announces {} bytes, but more bytes follow",
                 self.at
             )));
         }

@@ -101,7 +101,7 @@ impl Arriving {
     /// Waits for the part, if one is waited for.
     fn poll_part(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Frame<Bytes>>, Fault>> {
         let Some((taking, _)) = &mut self.taking else { return Poll::Ready(Ok(None)) };
-        let full = || Fault::busy("the memory for large requests is full");
+        let full = || Fault::busy("the memory for large requests is full: retry later");
         match taking.as_mut().poll(context) {
             Poll::Pending if self.is_late(context) => Poll::Ready(Err(full())),
             Poll::Pending => Poll::Pending,

@@ -66,7 +66,12 @@ impl Memory {
         let Given { file, bytes, counts, is_new } = given;
         // The descriptor that stays is for the client, or to look at.
         let second = rustix::io::fcntl_dupfd_cloexec(&file, 0);
-        let second = second.map_err(|_| Fault::busy("the server's limit of open files is reached"))?;
+        let second = second.map_err(|_| {
+            Fault::busy(
+                "the server's limit of open files is reached: share fewer memories, or raise the \
+                limit (ulimit -n)",
+            )
+        })?;
         let mapped = shared::map_foreign(file, bytes, counts, &locals.reaper.0);
         let region = mapped
             .map_err(|error| malformed(&format!("the memory cannot be mapped for writing: {error}")))?;
@@ -88,7 +93,9 @@ fn is_pinned(mode: Mode) -> bool {
 /// This many open files of memory.
 fn files((locals, tenant): (&Arc<Locals>, u32), count: u64) -> Outcome<Part> {
     let files = locals.files.try_take(tenant, count);
-    files.ok_or_else(|| Fault::busy("the server's limit of shared memories is reached"))
+    files.ok_or_else(|| {
+        Fault::busy("the server's limit of shared memories is reached: unshare memories that are not in use")
+    })
 }
 
 /// A client's own file, or one that is made for it; with a name, a pool that others share after it.
@@ -134,7 +141,12 @@ fn given(
         Some(known) => known.is(&file, bytes).then_some(known),
         None => {
             let second = rustix::io::fcntl_dupfd_cloexec(&file, 0);
-            let second = second.map_err(|_| Fault::busy("the server's limit of open files is reached"))?;
+            let second = second.map_err(|_| {
+                Fault::busy(
+                    "the server's limit of open files is reached: share fewer memories, or raise the \
+                    limit (ulimit -n)",
+                )
+            })?;
             locals.pools.name((tenant, name), (second, bytes), (part()?, files(of, 1)?))
         }
     };
@@ -162,6 +174,11 @@ fn attached(of: (&Arc<Locals>, u32), name: Name, bytes: u64) -> Outcome<Given> {
     has_room(&pool)?;
     let open = files(of, 1)?;
     let file = rustix::io::fcntl_dupfd_cloexec(pool.file(), 0);
-    let file = file.map_err(|_| Fault::busy("the server's limit of open files is reached"))?;
+    let file = file.map_err(|_| {
+        Fault::busy(
+            "the server's limit of open files is reached: share fewer memories, or raise the limit \
+            (ulimit -n)",
+        )
+    })?;
     Ok(Given { file, bytes: pool.bytes(), counts: Box::new((pool, open)), is_new: true })
 }

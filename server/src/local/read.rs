@@ -156,7 +156,9 @@ fn origins_of(wire: &[Bytes], blocks: usize) -> Outcome<Arc<Origins>> {
     let known = wire.iter().map(one).collect::<Result<Vec<_>, _>>();
     match known.ok().filter(|known| known.len() == blocks) {
         Some(known) => Ok(Origins::of(known)),
-        None => Err(Fault::malformed("origins: give 16 bytes for each block, or none at all".to_owned())),
+        None => Err(Fault::malformed(
+            "origins: the field must have 16 bytes for each block, or be empty".to_owned(),
+        )),
     }
 }
 

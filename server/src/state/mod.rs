@@ -366,7 +366,8 @@ impl ServerState {
 
     /// Directories of the store that are not in use, each with why: a sentence.
     pub fn lost_directories(&self) -> Vec<String> {
-        let told = |(at, why): (u16, String)| format!("{LOST_DIRECTORY}{} is out: {why}", self.directory(at));
+        let told =
+            |(at, why): (u16, String)| format!("{LOST_DIRECTORY}{} is out of use: {why}", self.directory(at));
         self.engine.health().out.into_iter().map(told).collect()
     }
 

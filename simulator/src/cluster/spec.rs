@@ -603,7 +603,7 @@ pub(super) fn memory_gb(model: &Compute, device: &Device, devices: u32) -> (f64,
 
 /// Puts `table.name=value` into a table.
 fn put(all: &mut toml::Table, set: &str) -> Result<(), String> {
-    let (name, value) = set.split_once('=').ok_or("the form is not valid: write `table.name=value`")?;
+    let (name, value) = set.split_once('=').ok_or("the setting has no value: write `table.name=value`")?;
     // What is no number, no truth and not quoted is text.
     let value = toml::from_str::<toml::Table>(&format!("value = {value}"))
         .ok()

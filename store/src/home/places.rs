@@ -90,7 +90,10 @@ impl DirectoryPlaces for Held {
     }
 
     fn take_again(&self, at: u16) -> Result<bool, String> {
-        let directory = self.directories.get(usize::from(at)).ok_or("the store has no such directory")?;
+        let directory = self
+            .directories
+            .get(usize::from(at))
+            .ok_or_else(|| format!("the store has no directory {at}"))?;
         if self.place(at).is_some_and(|place| !place.is_gone()) {
             return Ok(false);
         }

@@ -82,12 +82,17 @@ impl fmt::Display for LeaseError {
             Self::Cap { limit, wanted } => {
                 write!(
                     f,
-                    "the pins would hold {wanted} bytes, but the limit is {limit}: unlock blocks, or match \
-                    fewer"
+                    "the pins would hold {wanted} bytes, but the limit is {limit}: release pins, or \
+                    match fewer blocks"
                 )
             }
-            Self::Blocks => write!(f, "the pins would hold more than {PINS_MAX} blocks: unlock some"),
-            Self::Together => f.write_str("the limit of pins of all tenants is reached: unlock some"),
+            Self::Blocks => write!(
+                f,
+                "the pins would hold more than {PINS_MAX} blocks: release pins, or match fewer blocks"
+            ),
+            Self::Together => {
+                f.write_str("the limit of pins of all tenants together is reached: release pins")
+            }
             Self::Expired => write!(f, "the lease does not exist or has ended: match again"),
         }
     }

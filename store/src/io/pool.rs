@@ -154,7 +154,7 @@ impl Io for Pool {
     fn facts(&self) -> IoFacts {
         let mut outcomes = self.outcomes.clone();
         if outcomes.uses(Feature::DurableWrite) && !self.durable.load(Ordering::Relaxed) {
-            outcomes.revoke(Feature::DurableWrite, "the file system refused it");
+            outcomes.revoke(Feature::DurableWrite, "the file system refused this feature");
         }
         let (mut features, mut warnings) = (outcomes.list(), Vec::from_iter(self.warning.clone()));
         super::files::note_direct(&self.files, &mut features, &mut warnings);

@@ -302,7 +302,7 @@ impl Ring {
         let sync = matches!(pending.op, Op::Write { sync: true, .. } | Op::WriteV { sync: true, .. });
         if sync && pending.written.is_none() {
             if durable && result == -Errno::OPNOTSUPP.raw_os_error() {
-                self.outcomes.revoke(Feature::DurableWrite, "the file system refused it");
+                self.outcomes.revoke(Feature::DurableWrite, "the file system refused this feature");
                 self.enqueue(key);
                 return;
             }
@@ -422,7 +422,7 @@ impl Io for Ring {
     fn register(&mut self, region: &Arc<Region>) -> Result<(), String> {
         match &mut self.registered {
             Some(registered) => registered.add(&self.ring.submitter(), region),
-            None => Err("registered transfers are off (fixed-buffers)".to_owned()),
+            None => Err("registered transfers are disabled (the feature fixed-buffers is off)".to_owned()),
         }
     }
 

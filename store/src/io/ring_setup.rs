@@ -25,11 +25,9 @@ pub(super) fn make(features: &Features) -> Result<Setup, String> {
     let mut outcomes = Outcomes::new(features);
     let ring = build(features, &mut outcomes).map_err(|error| forbidden(&error))?;
     if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
-        return Err(
-            "io_uring of this kernel is too old: it needs Linux 5.15 or newer. Threads are used instead, at \
-            more CPU time for each read"
-                .to_owned(),
-        );
+        return Err("io_uring of this kernel is too old: Linux 5.15 or newer is needed. Threads are used \
+            instead, at more CPU time for each read"
+            .to_owned());
     }
     let registered = if features.allows(Feature::FixedBuffers) {
         let made = Registered::new(&ring.submitter());
@@ -94,8 +92,10 @@ fn note_flags(used: &[Feature], refusal: Option<&std::io::Error>, outcomes: &mut
         } else if flag == CoopTaskrun && used.contains(&DeferTaskrun) {
             Err("not needed together with defer-taskrun".to_owned())
         } else {
-            Err(refusal
-                .map_or_else(|| "not possible while the features it needs are off".to_owned(), unsupported))
+            Err(refusal.map_or_else(
+                || "not possible while other features that this one needs are off".to_owned(),
+                unsupported,
+            ))
         };
         outcomes.note(flag, outcome);
     }
@@ -125,7 +125,7 @@ fn probe_vectored(ring: &IoUring, registered: bool) -> Result<(), String> {
     if probe.is_supported(WritevFixed::CODE) {
         Ok(())
     } else {
-        Err("the kernel does not support it".to_owned())
+        Err("the kernel does not support this feature".to_owned())
     }
 }
 
@@ -149,7 +149,7 @@ fn keep_workers_off(ring: &IoUring) -> Result<(), String> {
 }
 
 fn unsupported(error: &std::io::Error) -> String {
-    format!("the kernel refused it: {error}")
+    format!("the kernel refused this feature: {error}")
 }
 
 /// One line: what forbids the ring, what that costs, how to allow it.
@@ -161,25 +161,25 @@ fn forbidden(error: &std::io::Error) -> String {
 fn explain(error: &std::io::Error, switch: &str) -> String {
     let why = match (Errno::from_io_error(error), switch) {
         (Some(Errno::PERM), "2") => {
-            "the system setting kernel.io_uring_disabled forbids it (sysctl kernel.io_uring_disabled=0 \
-            allows it)"
+            "the system setting kernel.io_uring_disabled forbids io_uring (sysctl \
+            kernel.io_uring_disabled=0 allows it)"
         }
         (Some(Errno::PERM), "1") => {
-            "the system setting kernel.io_uring_disabled forbids it to ordinary users (sysctl \
+            "the system setting kernel.io_uring_disabled forbids io_uring to ordinary users (sysctl \
             kernel.io_uring_disabled=0 allows it)"
         }
         (Some(Errno::PERM | Errno::ACCESS), _) => {
-            "a seccomp profile forbids it, as the profiles of container runtimes do (allow io_uring_setup, \
-            io_uring_enter and io_uring_register in the container's profile)"
+            "a seccomp profile forbids io_uring, as the profiles of container runtimes do (allow \
+            io_uring_setup, io_uring_enter and io_uring_register in the container's profile)"
         }
         (Some(Errno::NOSYS), _) => {
-            "this kernel lacks io_uring, or a seccomp profile hides it (it needs Linux 5.15 or newer)"
+            "this kernel lacks io_uring, or a seccomp profile hides io_uring (Linux 5.15 or newer is \
+            needed)"
         }
         (Some(Errno::NOMEM), _) => {
-            "the memory for it could not be locked (raise the limit on locked memory: \
-            ulimit -l)"
+            "the memory for io_uring could not be locked (raise the limit on locked memory: ulimit -l)"
         }
-        _ => "the kernel refused it",
+        _ => "the kernel refused io_uring",
     };
     format!(
         "io_uring cannot be used: {why} [{error}]; threads are used instead, at more CPU time for each \
@@ -194,7 +194,7 @@ mod tests {
     #[test]
     fn each_way_of_forbidding_the_ring_is_told_with_its_own_remedy() {
         let told = |errno: Errno, switch| explain(&errno.into(), switch);
-        assert!(told(Errno::PERM, "2").contains("forbids it (sysctl"));
+        assert!(told(Errno::PERM, "2").contains("forbids io_uring (sysctl"));
         assert!(told(Errno::PERM, "1").contains("ordinary users"));
         assert!(told(Errno::PERM, "0").contains("seccomp"));
         assert!(told(Errno::NOSYS, "").contains("5.15"));

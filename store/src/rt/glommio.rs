@@ -138,8 +138,8 @@ fn make(core: Option<usize>) -> Result<LocalExecutor, String> {
         .make()
         .map_err(|why| {
             format!(
-                "the runtime glommio cannot be used ({why}): it needs io_uring and 512 KiB of lockable \
-                memory"
+                "the runtime glommio cannot be used ({why}): this runtime needs io_uring and 512 KiB \
+                of lockable memory"
             )
         })
 }

@@ -92,8 +92,8 @@ pub(super) fn start_thread(
         .spawn(move || catch_unwind(AssertUnwindSafe(|| main(started))).map_err(|what| describe(&*what)))
         .map_err(|why| {
             format!(
-                "the thread of executor {index} could not be started ({why}): raise the limit \
-            of threads"
+                "the thread of executor {index} could not be started ({why}): raise the limit on \
+                threads (ulimit -u, TasksMax= in systemd)"
             )
         })?;
     let started = starting.recv();

@@ -161,7 +161,9 @@ fn take_lease(
 pub(crate) fn not_given(error: LeaseError) -> Reason {
     match error {
         LeaseError::Cap { limit, wanted } => Reason::PinCap { limit, wanted },
-        LeaseError::Blocks => Reason::Busy("the tenant's leases and pins hold too many blocks (unlock some)"),
+        LeaseError::Blocks => {
+            Reason::Busy("the tenant's leases and pins hold too many blocks (end leases or pins)")
+        }
         LeaseError::Together => {
             Reason::Busy("the limit for leases and pins of all tenants is reached (end leases or pins)")
         }

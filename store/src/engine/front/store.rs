@@ -551,7 +551,7 @@ fn check(options: &Options) -> Result<(), Error> {
         );
     }
     if options.limits.arena_bytes < 1 << 20 {
-        return config("the memory of an executor is too small: give each at least 1 MiB");
+        return config("the memory of an executor is too small: give each executor at least 1 MiB");
     }
     Ok(())
 }

@@ -505,8 +505,8 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
             return Err(Reason::Busy("a put added a new group or coordinate during the call"));
         }
         if !has_room(&log.volume, &job.namespace, keys.len()) {
-            let why = "the limit of remembered deletes of the tenant is reached until segments are recycled \
-                (or delete the whole namespace)";
+            let why = "the tenant's limit of remembered deletes is reached (retry when segments have \
+                been recycled, or delete the whole namespace)";
             return Err(Reason::Busy(why));
         }
     }

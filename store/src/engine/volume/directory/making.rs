@@ -175,7 +175,11 @@ pub(super) async fn replace(way: &Way<'_>, plan: &Plan, seen: &mut [Seen]) -> Re
         }
         let number = missing.first().copied().unwrap_or(0);
         let Some(membership) = members.in_place_of(number) else {
-            return refuse(at, "the store has too many directories: only its first ones can be replaced");
+            return refuse(
+                at,
+                "this directory cannot be replaced, because the store has too many directories: only \
+                the first directories of a store can be replaced",
+            );
         };
         let known: BTreeSet<u32> = here.into_values().flatten().collect();
         let lost: Vec<u32> = (0..first.shards_total).filter(|shard| !known.contains(shard)).collect();
