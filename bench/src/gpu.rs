@@ -201,7 +201,7 @@ fn one_model(
         arguments.tp
     ));
     if let Some(used) = stage.pipeline.direct_use() {
-        let why = used.last_reason.map(|why| format!(", the last because {why}")).unwrap_or_default();
+        let why = used.last_reason.map(|why| format!(" (reason of the last one: {why})")).unwrap_or_default();
         let bytes = used.bytes;
         report
             .note(format!("{model}: {bytes} bytes were read directly, {} requests staged{why}", used.staged));

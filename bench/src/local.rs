@@ -175,9 +175,10 @@ fn overheads(
             plan: None,
         };
         let found = store.match_prefix(&request).map_err(Failure::user)?;
-        match found.usable.longest.blocks as usize == many.keys.len() {
+        let (usable, all) = (found.usable.longest.blocks as usize, many.keys.len());
+        match usable == all {
             true => Ok(()),
-            false => Err(Failure::user("a look-up found fewer blocks than the store has")),
+            false => Err(Failure::User(format!("a look-up found only {usable} of {all} blocks"))),
         }
     };
     let read = |store: &dyn KvStore| whole(store, page.read(&pool, 1)?);

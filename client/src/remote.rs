@@ -130,7 +130,10 @@ pub(super) fn lease(name: u64) -> Option<LeaseId> {
 impl Remote {
     pub(super) fn connect(options: &ConnectOptions) -> Result<Self, Error> {
         if options.threads == 0 || options.threads > THREADS_MAX {
-            return Err(config(format!("threads: the value must be 1 to {THREADS_MAX}")));
+            return Err(config(format!(
+                "threads: the value must be 1 to {THREADS_MAX}, not {}",
+                options.threads
+            )));
         }
         let mut runtime = tokio::runtime::Builder::new_multi_thread();
         let runtime =
@@ -273,7 +276,10 @@ impl Remote {
 
     pub(super) fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
         if !identity.tenant_salt.is_empty() {
-            let rule = IdentityCause::Rule("tenant_salt: leave it out, because the server sets it");
+            let rule = IdentityCause::Rule(
+                "tenant_salt: remove the field, because the server sets \
+                the salt",
+            );
             return Err(Error(Reason::Identity(rule)));
         }
         let mut models = self.models();

@@ -135,7 +135,9 @@ pub async fn restore_and_tell(
     for stretch in stretches(&ordered) {
         let layout = Layout::of(stretch);
         let Some(bytes) = memory.take(layout.bytes).await else {
-            return Err(ColdError::Store("a block is larger than the memory for restores".to_owned()));
+            return Err(ColdError::Store(
+                "a run of blocks is larger than the memory for restores".to_owned(),
+            ));
         };
         let fetches = plan_all(stretch, options);
         restored.fetched.plan(&fetches);

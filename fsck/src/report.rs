@@ -220,7 +220,11 @@ impl Report {
             return if self.notes.is_empty() || unjudged > 0 {
                 Ok(())
             } else {
-                writeln!(out, "all notes are normal after a crash or a newer program: no action is needed")
+                writeln!(
+                    out,
+                    "all notes are normal after a crash, or after a newer program used the \
+                    store: no action is needed"
+                )
             };
         }
         writeln!(out, "NOT clean: {} problems", self.problem_count)?;

@@ -105,9 +105,11 @@ pub(crate) fn open(directories: &[PathBuf], live: bool) -> Result<Vec<Arc<dyn Di
 fn refused(directory: &std::path::Path, error: &OpenError, live: &str) -> Failure {
     let shown = directory.display();
     Failure::Refused(match error {
-        OpenError::InUse => {
-            Refusal::new("in-use", format!("{shown} is in use by another process"), &format!("stop it{live}"))
-        }
+        OpenError::InUse => Refusal::new(
+            "in-use",
+            format!("{shown} is in use by another process"),
+            &format!("stop that process{live}"),
+        ),
         OpenError::Io(error) => Refusal::new("refused", format!("{shown}: {error}"), ""),
     })
 }

@@ -101,7 +101,7 @@ impl Cut {
     ) -> Result<Self, CutError> {
         let ranks = wanted.tp_size;
         if ranks == 0 || ranks > RANKS_MAX {
-            return Err(wrong_at("tp_size", format!("the value must be 1 to {RANKS_MAX}")));
+            return Err(wrong_at("tp_size", format!("the value must be 1 to {RANKS_MAX}, not {ranks}")));
         }
         if wanted.tp_rank >= ranks {
             return Err(wrong_at(
@@ -181,7 +181,7 @@ fn paged(
 ) -> Result<(Geometry, Requirements), CutError> {
     let wrong = |what: &dyn fmt::Display| wrong_at("page_bytes", what);
     if sizes.is_empty() || sizes.len() > GROUPS_MAX {
-        return Err(wrong(&format!("the number of groups must be 1 to {GROUPS_MAX}")));
+        return Err(wrong(&format!("the number of groups must be 1 to {GROUPS_MAX}, not {}", sizes.len())));
     }
     let kind = Kind::new("opaque").ok_or_else(|| wrong(&"no pages"))?;
     let heads = if ranks == 1 { 0 } else { ranks };

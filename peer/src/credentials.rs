@@ -193,7 +193,8 @@ pub(crate) fn told(error: &Error) -> &'static str {
                 all nodes"
             }
             CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
-                "the certificate of the other node is not valid for both sides of a connection"
+                "the certificate of the other node does not allow authentication as both server and \
+                client: issue it with both usages"
             }
             _ => "the certificate of the other node is not valid",
         },

@@ -193,7 +193,7 @@ class Kvarts:
     def _submit(self, kind, keys, buffers):
         task = _Task(next(self._futures), kind, list(keys), None if buffers is None else list(buffers))
         if buffers is not None and len(task.buffers) != len(task.keys):
-            raise ValueError("memoryviews: the number of views differs from the number of keys")
+            raise ValueError(f"memoryviews: {len(task.buffers)} views were given for {len(task.keys)} keys")
         if self._closed or (self._link.puts_away if kind == "put" else self._link.away):
             self._answer(task, kvarts.Retry("the server cannot be reached; Kvarts retries after the pause"))
             return task.future

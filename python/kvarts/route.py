@@ -219,7 +219,7 @@ class Proxy:
                     answered.close()
                 if answered.status != 200:
                     # The decoding engine reports the error of the request.
-                    self._count(choice.engine.failed, f"prefill answered {answered.status}")
+                    self._count(choice.engine.failed, f"the prefill engine answered with status {answered.status}")
                     self._count(choice.engine.failures, "prefill")
                     return None
                 self._count(choice.engine.answered, f"prefill: {choice.reason}")

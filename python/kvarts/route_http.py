@@ -59,7 +59,7 @@ class Head:
         lines = data.decode("latin-1").split("\r\n")
         self.first, self.fields = lines[0].split(" ", 2), []
         if len(lines) > LINES_MAX:
-            raise Refused(431, f"the head has more than {LINES_MAX} lines")
+            raise Refused(431, f"the head of the message has more than {LINES_MAX} lines")
         for line in lines[1:]:
             if not line:
                 continue

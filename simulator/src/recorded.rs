@@ -150,7 +150,9 @@ impl Recording {
                 let before = asked.last().map_or(0, |last| last.step);
                 if one.step < before || one.hash_ids.len() > BLOCKS_MAX || !decided.is_empty() {
                     return Err(fault(
-                        "the recording must list its requests before its steps, sorted by step".into(),
+                        "the recording must list all requests before all steps, and must sort the \
+                        requests by step"
+                            .into(),
                     ));
                 }
                 if !tokens_are_few(one.input_length, one.output_length) {

@@ -235,7 +235,7 @@ fn what_is_no_recording_is_told_with_its_line() {
     assert!(fault(text.lines().next().unwrap()).starts_with("the recording has no requests"));
     assert!(fault(&text.replacen("\"at_ms\"", "\"at\"", 1)).starts_with("line 2: unknown field `at`"));
     let more = format!("{text}{}\n", text.lines().nth(1).unwrap());
-    assert!(fault(&more).ends_with("its requests before its steps, sorted by step"), "{}", fault(&more));
+    assert!(fault(&more).ends_with("and must sort the requests by step"), "{}", fault(&more));
 }
 
 #[test]

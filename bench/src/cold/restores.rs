@@ -175,7 +175,7 @@ impl Ground<'_> {
             if read == all {
                 Ok(())
             } else {
-                Err(Failure::user("the bare requests returned a wrong number of bytes"))
+                Err(Failure::User(format!("the bare requests returned {read} bytes instead of {all}")))
             }
         })
     }

@@ -146,7 +146,11 @@ fn announce(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<
     };
     while known().0 < announce {
         if begun.elapsed() > PATIENCE {
-            return Err(Failure::User(format!("only {} blocks were announced in time", known().0)));
+            return Err(Failure::User(format!(
+                "only {} of {announce} blocks were announced within {} s",
+                known().0,
+                PATIENCE.as_secs()
+            )));
         }
         std::thread::sleep(Duration::from_millis(10));
     }

@@ -65,7 +65,11 @@ impl Draft {
                 // The room that was found is given back, without waiting for the book again.
                 let waker = Waker::from(Arc::clone(&pool.news));
                 extents.iter().for_each(|(number, _)| book.let_go(*number, pool.clock.now(), &waker));
-                return Err(Reason::Busy("the pool is full because other requests hold its blocks").into());
+                return Err(Reason::Busy(
+                    "the pool is full, because other requests hold its blocks: \
+                    retry when they end, or use a larger pool",
+                )
+                .into());
             };
             let count = some.len() as u32;
             extents.push((number, Stretch { at, blocks: count, first: 0, count }));

@@ -43,7 +43,8 @@ pub struct Progress {
     pub is_over: bool,
 }
 
-const NO_ROOM: &str = "the pool is full because other requests hold its blocks";
+const NO_ROOM: &str = "the pool is full, because other requests hold its blocks: retry when they end, \
+    or use a larger pool";
 const SILENT: &str = "no more data arrived in time";
 
 /// Where a block of a stage is.

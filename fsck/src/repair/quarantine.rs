@@ -27,7 +27,10 @@ pub(super) fn set_aside(site: &Site, path: &str, why: &str, log: &mut Vec<Action
                 Ok(()) => return settle(writer, path),
             }
         }
-        Err(io::Error::other("the quarantine has too many files of this name: remove some of them"))
+        Err(io::Error::other(
+            "the quarantine has too many files of this name: remove files from the \
+            quarantine",
+        ))
     })
 }
 

@@ -118,7 +118,7 @@ fn write_tree(tree: &Tree, out: &mut dyn Write) -> Result<(), Failure> {
         writeln!(out, "{}", line(branch, namespace.block_tokens))?;
     }
     if tree.left_out > 0 {
-        writeln!(out, "  ... and {} more branches: give --limit", grouped(tree.left_out))?;
+        writeln!(out, "  ... and {} more branches: raise --limit to print them", grouped(tree.left_out))?;
     }
     Ok(())
 }

@@ -77,7 +77,10 @@ impl fmt::Display for FormError {
             FormFault::Text(message) => f.write_str(message),
             FormFault::Missing => f.write_str("the key is missing, and the role of the part requires it"),
             FormFault::Unwanted => f.write_str("a part of this role cannot have this key"),
-            FormFault::Name => f.write_str("the name is not valid"),
+            FormFault::Name => f.write_str(
+                "the name is not valid: use a short name of lower-case \
+                letters, digits, `_` and `-` that begins with a letter",
+            ),
             FormFault::TooLong(limit) => write!(f, "the text is longer than {limit} bytes"),
             FormFault::Undefined(name) => write!(f, "`{}` is not defined", printable(name)),
             FormFault::Unused => f.write_str("no layer uses this definition"),

@@ -107,8 +107,9 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         segment_bytes: segment,
         shards: set.shards.as_ref().map(|text| number("store.shards", text)).transpose()?,
         index: set.index.as_ref().map(|text| sized("limits.index", text)).transpose()?,
-        policy: EvictionPolicy::named(&policy)
-            .ok_or_else(|| Complaint::new("store.policy", "the value must be weighted or lru"))?,
+        policy: EvictionPolicy::named(&policy).ok_or_else(|| {
+            Complaint::new("store.policy", &format!("the value must be weighted or lru, not {policy}"))
+        })?,
         endurance: set.endurance.as_ref().map(|text| sized("store.endurance", text)).transpose()?,
         executors: number("store.executors", &executors)?,
         io: io.parse::<IoChoice>().map_err(|why| Complaint::new("store.io", &why.to_string()))?,
@@ -147,7 +148,7 @@ fn log_format(name: &str) -> Result<LogFormat, Complaint> {
     match name {
         "text" => Ok(LogFormat::Text),
         "json" => Ok(LogFormat::Json),
-        _ => Err(Complaint::new("log.format", "the value must be text or json")),
+        _ => Err(Complaint::new("log.format", &format!("the value must be text or json, not {name}"))),
     }
 }
 
@@ -225,14 +226,20 @@ fn cluster(set: &Settings, decided: &mut Decided) -> Result<Option<ClusterConfig
     let hold =
         number("cluster.copy_hold", &decided.or("cluster.copy_hold", set.cluster_copy_hold.as_ref(), 600))?;
     if !(1..=MOST_HOLD).contains(&hold) {
-        return Err(Complaint::new("cluster.copy_hold", "the value must be 1 to 86400 seconds"));
+        return Err(Complaint::new(
+            "cluster.copy_hold",
+            &format!("the value must be 1 to 86400 seconds, not {hold}"),
+        ));
     }
     let hold = Duration::from_secs(hold);
     let put = match &*decided.or("cluster.put", set.cluster_put.as_ref(), "store") {
         "store" => PutPolicy::Store,
         "keep" => PutPolicy::Keep(hold),
         "single" => PutPolicy::Single(hold),
-        _ => return Err(Complaint::new("cluster.put", "the value must be store, keep or single")),
+        other => {
+            let what = format!("the value must be store, keep or single, not {other}");
+            return Err(Complaint::new("cluster.put", &what));
+        }
     };
     let reads_per_second =
         number("cluster.hot_reads", &decided.or("cluster.hot_reads", set.cluster_hot_reads.as_ref(), 8))?;
@@ -278,7 +285,10 @@ fn members_from(members: &str, set: &Settings, decided: &mut Decided) -> Result<
     let address = address.ok_or_else(|| Complaint::new("cluster.address", needed))?;
     let lease = number("cluster.lease", &decided.or("cluster.lease", set.cluster_lease.as_ref(), 15))?;
     if !(2..=3600).contains(&lease) {
-        return Err(Complaint::new("cluster.lease", "the value must be 2 to 3600 seconds"));
+        return Err(Complaint::new(
+            "cluster.lease",
+            &format!("the value must be 2 to 3600 seconds, not {lease}"),
+        ));
     }
     let zone = set.cluster_zone.clone().unwrap_or_default();
     Ok(MembersFrom::Etcd { access, at: EtcdOptions { endpoints, prefix, lease }, address, zone })
@@ -352,25 +362,42 @@ const LAME_DUCK_MAX: Duration = Duration::from_secs(30);
 
 fn bounds(config: &Config) -> Result<(), Complaint> {
     if !(1..=256).contains(&config.executors) {
-        return Err(Complaint::new("store.executors", "the value must be 1 to 256"));
+        return Err(Complaint::new(
+            "store.executors",
+            &format!("the value must be 1 to 256, not {}", config.executors),
+        ));
     }
-    if config.shards.is_some_and(|shards| !(1..=64).contains(&shards)) {
-        return Err(Complaint::new("store.shards", "the value must be 1 to 64 for each directory"));
+    if let Some(shards) = config.shards.filter(|shards| !(1..=64).contains(shards)) {
+        let what = format!("the value must be 1 to 64 for each directory, not {shards}");
+        return Err(Complaint::new("store.shards", &what));
     }
-    if config.index.is_some_and(|bytes| bytes < 16 << 20) {
-        return Err(Complaint::new("limits.index", "the value must be at least 16 MiB"));
+    if let Some(bytes) = config.index.filter(|bytes| *bytes < 16 << 20) {
+        let what = format!("the value must be at least 16 MiB, not {}", human::bytes(bytes));
+        return Err(Complaint::new("limits.index", &what));
     }
     if !(1..=256).contains(&config.threads) {
-        return Err(Complaint::new("limits.threads", "the value must be 1 to 256"));
+        return Err(Complaint::new(
+            "limits.threads",
+            &format!("the value must be 1 to 256, not {}", config.threads),
+        ));
     }
     if !(16..=1 << 20).contains(&config.connections) {
-        return Err(Complaint::new("limits.connections", "the value must be 16 to 1048576"));
+        return Err(Complaint::new(
+            "limits.connections",
+            &format!("the value must be 16 to 1048576, not {}", config.connections),
+        ));
     }
     if config.lame_duck > LAME_DUCK_MAX {
-        return Err(Complaint::new("listen.lame_duck", "the value must be 0 to 30 seconds"));
+        return Err(Complaint::new(
+            "listen.lame_duck",
+            &format!("the value must be 0 to 30 seconds, not {}", config.lame_duck.as_secs()),
+        ));
     }
     if !(64 << 20..=1 << 40).contains(&config.memory) {
-        return Err(Complaint::new("limits.memory", "the value must be 64 MiB to 1 TiB"));
+        return Err(Complaint::new(
+            "limits.memory",
+            &format!("the value must be 64 MiB to 1 TiB, not {}", human::bytes(config.memory)),
+        ));
     }
     if let Some(path) = config.socket.as_deref().filter(|path| !socket::fits(path)) {
         let (max, len) = (socket::PATH_BYTES_MAX, path.as_os_str().len());

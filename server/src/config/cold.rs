@@ -58,7 +58,7 @@ pub(super) fn cold(
         if (least..=most).contains(&seconds) {
             return Ok(Duration::from_secs(u64::from(seconds)));
         }
-        Err(Complaint::new(name, &format!("the value must be {least} to {most} seconds")))
+        Err(Complaint::new(name, &format!("the value must be {least} to {most} seconds, not {seconds}")))
     };
     let config = ColdConfig {
         bucket: bucket.clone(),
@@ -75,10 +75,11 @@ pub(super) fn cold(
         offer: offers(&offer)?,
     };
     if config.uses > 3 {
-        return Err(Complaint::new("cold.uses", "the value must be 0 to 3"));
+        return Err(Complaint::new("cold.uses", &format!("the value must be 0 to 3, not {}", config.uses)));
     }
     if config.memory < MEMORY_LEAST {
-        return Err(Complaint::new("cold.memory", "the value must be at least 128 MiB"));
+        let what = format!("the value must be at least 128 MiB, not {}", human::bytes(config.memory));
+        return Err(Complaint::new("cold.memory", &what));
     }
     if config.rate == 0 {
         return Err(Complaint::new(
@@ -93,7 +94,7 @@ fn is_on(name: &str, text: &str) -> Result<bool, Complaint> {
     match text {
         "on" => Ok(true),
         "off" => Ok(false),
-        _ => Err(Complaint::new(name, "the value must be on or off")),
+        _ => Err(Complaint::new(name, &format!("the value must be on or off, not {text}"))),
     }
 }
 
@@ -102,9 +103,11 @@ fn offers(text: &str) -> Result<Offer, Complaint> {
         ("off", _) => Ok(Offer::Never),
         ("on", _) => Ok(Offer::InTime),
         (_, Ok(tokens @ 1..)) => Ok(Offer::SoonerThan(tokens)),
-        _ => Err(Complaint::new(
-            "cold.offer",
-            "the value must be off, on, or the number of tokens that an engine computes in a second",
-        )),
+        _ => {
+            let what = format!(
+                "the value must be off, on, or the number of tokens that an engine computes in a second, not {text}"
+            );
+            Err(Complaint::new("cold.offer", &what))
+        }
     }
 }

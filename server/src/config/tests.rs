@@ -147,7 +147,7 @@ fn a_value_that_cannot_be_is_told_with_its_line_if_it_is_the_files() {
     let file = "[log]\nlevel = 'info'\nformat = 'xml'\n[store]\nbudget = '190%'\n";
     assert_eq!(
         complaint(&file.replace("190", "90")),
-        "configuration: kvarts.toml:3: log.format: the value must be text or json"
+        "configuration: kvarts.toml:3: log.format: the value must be text or json, not xml"
     );
     let told = complaint(&file.replace("xml", "json"));
     assert!(
@@ -156,7 +156,10 @@ fn a_value_that_cannot_be_is_told_with_its_line_if_it_is_the_files() {
     );
     let told =
         resolve(file, &[("KVARTS_LOG_FORMAT", "yaml"), ("KVARTS_STORE_BUDGET", "90%")], Settings::default());
-    assert_eq!(told.unwrap_err().to_string(), "configuration: log.format: the value must be text or json");
+    assert_eq!(
+        told.unwrap_err().to_string(),
+        "configuration: log.format: the value must be text or json, not yaml"
+    );
     assert!(
         complaint("[listen]\nlame_duck = 31\n")
             .contains("kvarts.toml:2: listen.lame_duck: the value must be 0 to 30 seconds")

@@ -107,7 +107,7 @@ fn given(
 ) -> Outcome<Given> {
     let (locals, tenant) = of;
     if bytes == 0 || !bytes.is_multiple_of(PAGE as u64) {
-        return Err(malformed("bytes: the size must be a multiple of 4096, and not 0"));
+        return Err(malformed(&format!("bytes: the size must be a multiple of 4096 above 0, not {bytes}")));
     }
     if file.is_none() && mode == Mode::Adopted {
         return Err(malformed("adopted memory belongs to the client: a descriptor is required"));
