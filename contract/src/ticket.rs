@@ -22,7 +22,7 @@ pub struct Abandoned;
 
 impl fmt::Display for Abandoned {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the executor ended before it completed the request: reopen the store")
+        f.write_str("the executor ended before the request was complete: reopen the store")
     }
 }
 

@@ -97,11 +97,11 @@ labels! {
         "reads of these pages fail on the device";
     /// A segment that a checkpoint knows.
     SEGMENT_MISSING = "segment-missing", Problem,
-        "the checkpoint lists a segment as used, but its file is missing";
+        "the checkpoint lists a segment as used, but the file of the segment is missing";
     /// A number without a file.
     SEGMENT_NUMBER_UNUSED = "segment-number-unused", Note,
-        "the file of a segment number below the last one is missing: after a crash, an upgrade, an eviction \
-        or a smaller budget";
+        "a segment file with a number below the last one is missing, as after a crash, an upgrade, an \
+        eviction or a smaller budget";
     /// A used file that is too short.
     SEGMENT_TRUNCATED = "segment-truncated", Problem,
         "the file of a segment in use is shorter than a segment must be";

@@ -54,15 +54,16 @@ pub fn advice(remedy: Remedy) -> Option<&'static str> {
     Some(match remedy {
         Remedy::Repair => return None,
         Remedy::Device => {
-            "The device fails reads: look at its log (dmesg, smartctl) and replace it before anything else."
+            "The device fails reads: read the log of the device (dmesg, smartctl), and replace the \
+            device before any other step."
         }
         Remedy::Directories => {
-            "Give all directories of the store, or mount the missing disk again; if it is lost, `kvarts \
-            replace` puts an empty directory in its place."
+            "Give all directories of the store, or mount the missing disk again; if the disk is lost, \
+            `kvarts replace` puts an empty directory in its place."
         }
         Remedy::Start => {
-            "Start the server with all directories: it applies the missed deletes to this directory; check \
-            again when the server has stopped."
+            "Start the server with all directories: the server applies the missed deletes to this \
+            directory. Check again when the server has stopped."
         }
         Remedy::TakeOut => {
             "Use the directory that replaced this directory; the content of this \

@@ -236,7 +236,8 @@ impl Report {
             let more = if self.lost.is_empty() { "" } else { " more" };
             write!(
                 out,
-                "  the number of{more} lost blocks is not known, because {problems} of the problems hide it"
+                "  the number of{more} lost blocks is not known, because {problems} of the problems \
+                hide this number"
             )?;
             match listed_records {
                 0 => writeln!(out)?,

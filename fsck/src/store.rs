@@ -77,8 +77,8 @@ impl CannotRun {
             Self::NoStore(directory) => format!("the directory {directory} has no store"),
             Self::Unfinished(directory) => {
                 format!(
-                    "the directory {directory} has an unfinished copy of a store: `kvarts compact --to` was \
-                    interrupted; run it again, or delete the directory"
+                    "the directory {directory} has an unfinished copy of a store: `kvarts compact \
+                    --to` was interrupted: run the command again, or delete the directory"
                 )
             }
             Self::Newer(version) => format!(
@@ -98,7 +98,7 @@ impl CannotRun {
         match self {
             Self::NoStore(_) => "use the directory of `kvarts serve --dir`",
             Self::Unfinished(_) => "",
-            Self::Newer(_) => "check it with a newer kvarts",
+            Self::Newer(_) => "check the store with a newer kvarts",
             Self::Older(_) => "create a new store",
             Self::Mixed(_) => "give the directories of one store, each once",
             Self::Refused(_) => "",

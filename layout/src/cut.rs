@@ -187,9 +187,12 @@ fn paged(
     let heads = if ranks == 1 { 0 } else { ranks };
     let mut parts = Vec::new();
     for (group, &bytes) in sizes {
-        let bytes = bytes
-            .checked_mul(ranks.into())
-            .ok_or_else(|| wrong(&"the pages of all ranks together are too large"))?;
+        let bytes = bytes.checked_mul(ranks.into()).ok_or_else(|| {
+            wrong(
+                &"the pages of all ranks together do not fit 64 bits: use smaller \
+                pages",
+            )
+        })?;
         let role = Role::Page { bytes };
         parts.push(PartGeometry { kind: kind.clone(), role, heads, align: 1, group: Group(*group) });
     }

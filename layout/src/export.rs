@@ -90,11 +90,10 @@ impl fmt::Display for ExportError {
         match self {
             Self::NotAnExport => f.write_str("the file is not an export of Kvarts"),
             Self::Newer(version) => {
-                write!(f, "the file has export version {version}: import it with a newer kvarts")
+                write!(f, "the file has export version {version}: import the file with a newer kvarts")
             }
             Self::Damaged => f.write_str(
-                "the file is damaged, because its bytes do not match their digest: \
-                copy it again",
+                "the file is damaged, because its bytes do not match their digest: copy the file again",
             ),
             Self::Field(field) => write!(
                 f,

@@ -220,7 +220,11 @@ impl fmt::Display for IdentityError {
             }
             Self::Unnamed { field } => write!(f, "identity: {field} cannot be \"none\": enter a value"),
             Self::Untidy { field } => {
-                write!(f, "identity: {field} has control characters, or spaces at its ends: remove them")
+                write!(
+                    f,
+                    "identity: {field} has control characters, or spaces at its ends: remove \
+                    these characters"
+                )
             }
             Self::TooLong { field, max } => {
                 write!(f, "identity: {field} is longer than {max} bytes: shorten {field}")

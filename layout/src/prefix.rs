@@ -128,7 +128,7 @@ impl fmt::Display for RequirementsError {
             }
             Self::RepeatedGroup(group) => write!(f, "group {group} is listed twice: merge its coordinates"),
             Self::RepeatedCoordinate(group, coordinate) => {
-                write!(f, "group {group} has {coordinate} twice: give it once")
+                write!(f, "group {group} has {coordinate} twice: give each coordinate once")
             }
             Self::EmptyWindow(group) => {
                 write!(f, "group {group} has a window of 0 tokens: leave the group out")

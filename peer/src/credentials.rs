@@ -140,7 +140,7 @@ fn sides(node: Option<NodeId>, pem: &Pem, purpose: Purpose) -> Result<Sides, Str
         && !chain.first().is_some_and(|own| names(own, node))
     {
         return Err(format!(
-            "certificate: the certificate is for another node: it needs the DNS name {}",
+            "certificate: the certificate is for another node: use a certificate with the DNS name {}",
             name(node)
         ));
     }
@@ -181,7 +181,7 @@ pub(crate) fn told(error: &Error) -> &'static str {
                 "the certificate of the other node has expired: renew the certificate"
             }
             CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
-                "the certificate of the other node is not valid yet: compare the clocks"
+                "the certificate of the other node is not valid yet: compare the clocks of both nodes"
             }
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
                 "the certificate of the other node is for another name: check cluster.certificate of that \

@@ -246,15 +246,12 @@ impl fmt::Display for RouteError {
         match self {
             Self::TooManyNodes => write!(f, "the request has more than {MAX_NODES} nodes"),
             Self::Prompt => write!(f, "the prompt has no tokens, or more than {MAX_TOKENS}"),
-            Self::Request => write!(
-                f,
-                "`token_bytes` or a weight is wrong: each must be a number of at \
-                least 0"
-            ),
+            Self::Request => {
+                write!(f, "`token_bytes` or a weight is not valid: both must be numbers of at least 0")
+            }
             Self::Node(node) => write!(
                 f,
-                "node {node} has a wrong figure: its times, rates and tokens must \
-                be at least 0"
+                "a figure of node {node} is not valid: its times, rates and tokens must be at least 0"
             ),
             Self::Twice(node) => write!(f, "node {node} is listed twice"),
         }

@@ -76,7 +76,12 @@ fn each<'py, T: for<'a> FromPyObject<'a, 'py>>(
     let py = given.py();
     let numbers = given.extract::<Vec<T>>();
     numbers.map(Each::One).map_err(|_| {
-        invalid(py, argument, "the value must be a small number, or a list with one for each key")
+        invalid(
+            py,
+            argument,
+            "the value must be a small number, or a list with one number for each \
+            key",
+        )
     })
 }
 

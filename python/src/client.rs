@@ -438,7 +438,7 @@ fn sizes(given: &Bound<'_, PyAny>) -> PyResult<BTreeMap<u32, u64>> {
         invalid(
             given.py(),
             "page_bytes",
-            "the value must be a number of bytes, or a map with one for each group",
+            "the value must be a number of bytes, or a map with a number of bytes for each group",
         )
     })
 }

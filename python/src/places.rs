@@ -73,7 +73,14 @@ impl Gather<'_> {
             let len = expected.unwrap_or(room);
             let known = if len == 0 { None } else { self.registry.find(address, len) };
             let known = known.ok_or_else(|| {
-                invalid(py, argument, format!("{len} bytes at {address:#x} are not in registered memory"))
+                invalid(
+                    py,
+                    argument,
+                    format!(
+                        "{len} bytes at {address:#x} are not in registered \
+                    memory: register the memory first"
+                    ),
+                )
             })?;
             self.found.push(Found::Known(known));
             return Ok(len);

@@ -138,7 +138,9 @@ impl Home {
     /// [`fitting_segment`] gives a size for a budget.
     pub fn open(options: &HomeOptions) -> Result<Self, Error> {
         if options.directories.is_empty() {
-            return Err(Error(Reason::Config("the store has no directory: name at least one".to_owned())));
+            return Err(Error(Reason::Config(
+                "the store has no directory: name at least one directory".to_owned(),
+            )));
         }
         let mut locks = Vec::new();
         match Self::open_locked(options, &mut locks) {

@@ -64,7 +64,10 @@ pub fn coordinate(wire: Option<&proto::Coordinate>) -> Outcome<Coordinate> {
     let narrow = |number: u32| u16::try_from(number).ok();
     let heads = || Coordinate::heads(narrow(start)?, narrow(count)?, narrow(of)?);
     heads().ok_or_else(|| {
-        Fault::malformed(format!("coordinate: heads {start}+{count} of {of} are not a valid range"))
+        Fault::malformed(format!(
+            "coordinate: {count} heads from head {start} are not a valid range \
+            of {of} heads"
+        ))
     })
 }
 
@@ -191,12 +194,11 @@ fn explicit_geometry(wire: &proto::Geometry) -> Outcome<Geometry> {
 
 fn part(wire: &proto::Part) -> Outcome<PartGeometry> {
     use proto::part::Role as Wire;
-    let role = match wire.role.as_ref().ok_or_else(|| {
-        Fault::malformed(
-            "geometry.parts: a part has no role: give \
-            one",
-        )
-    })? {
+    let role = match wire
+        .role
+        .as_ref()
+        .ok_or_else(|| Fault::malformed("geometry.parts: a part has no role: give each part a role"))?
+    {
         Wire::Stream(stream) => Role::Stream { bytes: stream.bytes, tokens: stream.tokens },
         Wire::Page(page) => Role::Page { bytes: page.bytes },
         Wire::Window(window) => Role::Window { bytes: window.bytes, tokens: window.tokens },

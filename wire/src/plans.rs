@@ -69,7 +69,7 @@ pub fn times(wire: Option<&proto::PrefillTimes>) -> Outcome<Times> {
     }
     let roofline = wire.roofline.as_ref().map(roofline);
     if roofline.is_some_and(|roofline| !roofline.is_sound()) {
-        return Err(Fault::malformed("times.roofline: its figures must be numbers above 0"));
+        return Err(Fault::malformed("times.roofline: the figures must be numbers above 0"));
     }
     Times::new(wire.samples.iter().map(sample).collect(), roofline)
         .map_err(|error| Fault::malformed(format!("times: {error}")))

@@ -412,7 +412,10 @@ impl LocalPath {
     pub(super) fn connect(options: &ConnectOptions, remote: &Arc<Remote>) -> Result<Self, Reason> {
         let socket = options.endpoint.strip_prefix("unix:");
         let socket = socket.ok_or_else(|| {
-            Reason::Config(format!("{}: the local path needs an address unix:PATH", options.endpoint))
+            Reason::Config(format!(
+                "{}: the local path requires an address of the form unix:PATH",
+                options.endpoint
+            ))
         })?;
         let inner = Arc::new_cyclic(|me| Inner {
             remote: Arc::clone(remote),

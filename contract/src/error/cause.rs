@@ -175,7 +175,8 @@ pub enum SpaceCause {
 }
 
 /// What frees room that is held: the end of each message about it.
-const END_PINS: &str = "end pins (`kvarts pin --list` shows them, `kvarts pin --release PIN` ends one)";
+const END_PINS: &str = "end pins (`kvarts pin --list` shows the pins, `kvarts pin --release PIN` ends \
+    a pin)";
 
 impl fmt::Display for SpaceCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -408,8 +409,8 @@ impl fmt::Display for DirectoryCause {
             ),
             Self::UnfinishedCopy(at) => write!(
                 f,
-                "directory {at} holds an unfinished copy of a store: `kvarts compact --to` was interrupted; run it again, or \
-                 delete the directory"
+                "directory {at} holds an unfinished copy of a store: `kvarts compact --to` was \
+                interrupted: run the command again, or delete the directory"
             ),
             Self::LostSuperblock(at, name) => write!(
                 f,

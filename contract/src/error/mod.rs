@@ -221,13 +221,14 @@ impl fmt::Display for Reason {
             Self::NoSpace(cause) => write!(f, "no room: {cause}"),
             Self::PinCap { limit, wanted } => write!(
                 f,
-                "the pins of the tenant would hold {wanted} bytes, but the limit is {limit}: end pins (`kvarts pin --list` shows \
-                 them), or raise `pin` of the tenant"
+                "the pins of the tenant would hold {wanted} bytes, but the limit is {limit}: end pins \
+                (`kvarts pin --list` shows the pins), or raise `pin` of the tenant"
             ),
             Self::Quota { limit, wanted } => write!(
                 f,
-                "the quota of the tenant or model on disk is {limit} bytes, this put needs {wanted} bytes in all, and no block \
-                 can be evicted now: raise `disk` of the tenant, delete blocks, or end pins (`kvarts pin --list` shows them)"
+                "the quota of the tenant or model on disk is {limit} bytes, this put needs {wanted} \
+                bytes in all, and no block can be evicted now: raise `disk` of the tenant, delete \
+                blocks, or end pins (`kvarts pin --list` shows the pins)"
             ),
             Self::NotAdmitted => f.write_str(
                 "not admitted: the daily budget of writes is used up, and the block has not been put often \

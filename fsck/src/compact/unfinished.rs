@@ -103,8 +103,7 @@ impl Leftover {
             Some(name) if left.mark.is_some() => Err(not_empty(
                 disk,
                 &name,
-                "the file does not belong to the interrupted copy; move it away \
-                    first",
+                "the file does not belong to the interrupted copy: move the file away first",
             )),
             Some(name) => Err(not_empty(disk, &name, "use an empty directory")),
         }
@@ -145,7 +144,8 @@ pub(super) fn begin(
         writer.sync_folder("")?;
     }
     let text = format!(
-        "{store}\n`kvarts compact --to` was creating a store here and did not finish: run it again, or delete this directory.\n"
+        "{store}\n`kvarts compact --to` was creating a store here and did not finish: run the command \
+        again, or delete this directory.\n"
     );
     for (_, writer) in directories {
         writer.write_at(UNFINISHED_COPY, 0, text.as_bytes())?;

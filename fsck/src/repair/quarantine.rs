@@ -72,7 +72,7 @@ pub(super) fn odd_names(sites: &[Site], log: &mut Vec<Action>) {
             let folder = shard_name(shard);
             match &expected {
                 crate::superblock::Seen::Sound(chosen) if !chosen.superblock.shards.contains(&shard) => {
-                    odd.push((folder, "this directory has no such shard"));
+                    odd.push((folder, "this directory has no shard of this number"));
                 }
                 _ => visit(&folder, &mut odd, &mut Vec::new()),
             }

@@ -81,8 +81,8 @@ impl Case<'_> {
         };
         if first.findings.times(findings::MEDIA_ERROR.name) > 0 {
             // What cannot be read now may be read tomorrow, or from the device's copy: it stays listed.
-            let why = "reads of some pages fail on the device: copy the store to another device and repair \
-                it there";
+            let why = "reads of some pages fail on the device: copy the store to another device and \
+                repair the copy there";
             self.site.cannot(log, &path, why);
             return None;
         }
@@ -343,7 +343,10 @@ impl Case<'_> {
                 footer_offset: at,
                 footer_tag: tag,
                 footer_bytes: u32::try_from(len).map_err(|_| "a footer is larger than 4 GiB")?,
-                record_count: u32::try_from(footer.records.len()).map_err(|_| "too many records")?,
+                record_count: u32::try_from(footer.records.len()).map_err(|_| {
+                    "the segment has too many \
+                    records for a footer"
+                })?,
                 first_sequence: sequence(footer.records.first()),
                 last_sequence: sequence(footer.records.last()),
                 log_end: seal.log_end,

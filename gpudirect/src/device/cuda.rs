@@ -178,7 +178,9 @@ impl Cuda {
         if context.has_batch() {
             methods.push(Method::Batch);
         } else {
-            notes.push("the driver lacks cuMemcpyBatchAsync (it needs 12.8 or newer)".to_owned());
+            notes.push(
+                "the driver lacks cuMemcpyBatchAsync: install a driver for CUDA 12.8 or newer".to_owned(),
+            );
         }
         let load = |name| Kernel::load(&context, DIGESTS, name);
         let both = || Ok(DigestKernels { few: load(c"kvarts_crc32")?, many: load(c"kvarts_crc32_many")? });

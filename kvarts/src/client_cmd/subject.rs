@@ -75,8 +75,8 @@ fn endpoint(text: &str) -> String {
 /// A store in this directory whose server does not run.
 fn not_running(store: &Path) -> Failure {
     Failure::User(format!(
-        "no server runs for the store here ({}): start it with `kvarts serve`, or give another server with \
-        --server",
+        "no server runs for the store here ({}): start a server with `kvarts serve`, or give another \
+        server with --server",
         store.display()
     ))
 }
@@ -117,7 +117,8 @@ impl ServerArgs {
         Client::connect(&options).map_err(|error| match (&error.0, &store) {
             (Reason::Away(_), Some(store)) => not_running(store),
             (Reason::Away(what), None) => Failure::User(format!(
-                "no server responds at {what}: start one with `kvarts serve`, or give another with --server"
+                "no server responds at {what}: start a server with `kvarts serve`, or give another \
+                address with --server"
             )),
             (Reason::DeadlinePassed, _) => Failure::User(hung(&endpoint, FIRST_ANSWER)),
             _ => Failure::user(error),

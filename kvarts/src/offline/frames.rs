@@ -30,7 +30,7 @@ impl<R: Read> Source<R> {
     /// Reads exactly as many bytes as `into` has.
     pub(crate) fn fill(&mut self, into: &mut [u8]) -> Result<(), Failure> {
         self.read.read_exact(into).map_err(|error| match error.kind() {
-            ErrorKind::UnexpectedEof => self.fault("the file is incomplete: copy it again"),
+            ErrorKind::UnexpectedEof => self.fault("the file is incomplete: copy the file again"),
             _ => self.fault(error),
         })
     }
@@ -44,7 +44,7 @@ impl<R: Read> Source<R> {
             ));
         }
         let whole = run.payload_bytes().and_then(|bytes| usize::try_from(bytes).ok());
-        whole.ok_or_else(|| self.fault("a run of blocks is too large for the memory of this machine"))
+        whole.ok_or_else(|| self.fault("a run of blocks does not fit the address space of this machine"))
     }
 
     /// Reads from front to back; what it held, and the value that names it. `each` reads the payload of its run.

@@ -200,7 +200,7 @@ impl Destination {
     pub(crate) fn open(&self, payload_bytes: u64) -> Result<Home, Failure> {
         let is_store = |directory: &PathBuf| directory.join("superblock").exists();
         if !self.create && !self.into.iter().all(is_store) {
-            return Err(Failure::user("these directories have no store: use --create to create one"));
+            return Err(Failure::user("these directories have no store: use --create to create a store"));
         }
         let segment_bytes = self.segment_mib.map_or(DEFAULT_SEGMENT_BYTES, |mib| mib << 20);
         let (mut held, mut largest) = (0u64, segment_bytes);

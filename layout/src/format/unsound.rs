@@ -151,7 +151,11 @@ impl fmt::Display for EncodeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Field(name) => write!(f, "the field {name} is out of bounds"),
-            Self::TooLarge => write!(f, "the structure is longer than its limit: write fewer items"),
+            Self::TooLarge => write!(
+                f,
+                "the structure is longer than the limit of its kind: write \
+                fewer items"
+            ),
         }
     }
 }

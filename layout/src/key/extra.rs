@@ -47,12 +47,12 @@ pub enum ExtraError {
 impl fmt::Display for ExtraError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Empty => write!(f, "an extra value of a key is empty: leave it out"),
+            Self::Empty => write!(f, "an extra value of a key is empty: leave the value out"),
             Self::TooLong { bytes } => {
                 write!(
                     f,
-                    "an extra value of a key has {bytes} bytes, but the limit is {MAX_EXTRA_ITEM_BYTES}: use \
-                    its digest"
+                    "an extra value of a key has {bytes} bytes, but the limit is \
+                    {MAX_EXTRA_ITEM_BYTES}: use a digest of the value"
                 )
             }
             Self::TooMany => write!(

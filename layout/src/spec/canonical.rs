@@ -75,7 +75,7 @@ impl fmt::Display for CanonicalError {
             Self::Trailing => f.write_str("bytes follow the encoded geometry"),
             Self::Kind => f.write_str("a part's kind is not a valid name"),
             Self::Role => f.write_str("a part's role is not known"),
-            Self::Count => f.write_str("the number of parts or layers exceeds its limit"),
+            Self::Count => f.write_str("the number of parts or of layers exceeds the limit"),
             Self::NotCanonical => f.write_str("the encoding of the geometry is not the canonical one"),
             Self::Spec(error) => write!(f, "the encoded numbers are not a valid geometry: {error}"),
         }

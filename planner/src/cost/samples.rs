@@ -31,7 +31,11 @@ impl fmt::Display for SampleError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::None => write!(f, "the list of samples is empty"),
-            Self::TooMany => write!(f, "the list has more than {MAX_SAMPLES} samples: leave some out"),
+            Self::TooMany => write!(
+                f,
+                "the list has more than {MAX_SAMPLES} samples: leave samples \
+                out"
+            ),
             Self::Unsound(at) => {
                 write!(f, "sample {at}: `ms` must be above 0 and `new` at least 1")
             }

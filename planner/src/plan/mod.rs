@@ -311,8 +311,8 @@ impl fmt::Display for PlanError {
             Self::Link(source) => {
                 write!(
                     f,
-                    "the path to {} has a wrong speed: the latency must be at least 0 and the rate \
-                    above 0",
+                    "the path to {} has a speed that is not valid: the latency must be at least 0 and \
+                    the rate above 0",
                     source.name()
                 )
             }

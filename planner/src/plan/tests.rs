@@ -218,7 +218,7 @@ fn questions_without_sense_are_refused() {
     );
     assert_eq!(
         refused(1, 9, &[], &links).to_string(),
-        "the path to disk has a wrong speed: the latency must be at least 0 and the rate above 0"
+        "the path to disk has a speed that is not valid: the latency must be at least 0 and the rate above 0"
     );
     let question =
         Question { block_tokens: 1, prompt_tokens: 3, parts: &[], links: &none, overlap: Overlap::Layers };

@@ -108,7 +108,8 @@ impl ColdTier {
         match failed {
             Some(error @ (ColdError::Bucket(..) | ColdError::Paused)) if *is_reached => {
                 let why = self.told(error);
-                tracing::warn!(%why, "the bucket of the cold tier cannot be reached: its blocks are not found");
+                tracing::warn!(%why, "the bucket of the cold tier cannot be reached: look-ups do not \
+                    find its blocks");
                 *is_reached = false;
             }
             None if !*is_reached => {

@@ -144,8 +144,10 @@ impl ColdTier {
         notes.push(match cold.probe().await {
             Ok(()) => cold.probe_conditions().await,
             Err(why) => {
-                let sentence =
-                    format!("cold.bucket: {why}; until the bucket can be reached, its blocks are not found");
+                let sentence = format!(
+                    "cold.bucket: {why}; until the bucket can be reached, look-ups do not \
+                        find its blocks"
+                );
                 tracing::warn!("{sentence}");
                 sentence
             }

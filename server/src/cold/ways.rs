@@ -37,7 +37,7 @@ impl Ways {
         let bucket = nodes.add(NAME, Arc::clone(path) as _);
         let bucket = bucket.ok_or(
             "cold.bucket: the bucket cannot be added to the paths of reads, because this node already \
-                reads from the largest allowed number of other nodes",
+            has paths to the largest allowed number of other nodes",
         )?;
         let runner = Arc::new(OnTokio::new(Arc::clone(store.clock()), Handle::current()));
         Ok(Self { nodes, bucket, runner })

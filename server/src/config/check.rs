@@ -426,10 +426,7 @@ fn network(config: &Config, open: Option<&str>) -> Result<(), Complaint> {
     if open.is_some_and(|words| words != OPEN_WORDS) {
         return Err(Complaint::new(
             "listen.open_network",
-            &format!(
-                "the only allowed value is {OPEN_WORDS:?}: \
-            write it, or remove the setting"
-            ),
+            &format!("the only allowed value is {OPEN_WORDS:?}: write this value, or remove the setting"),
         ));
     }
     let Some(address) = config.grpc.filter(|address| !address.ip().is_loopback()) else { return Ok(()) };
@@ -455,8 +452,7 @@ fn network(config: &Config, open: Option<&str>) -> Result<(), Complaint> {
 fn metrics_network(config: &Config, open: Option<&str>) -> Result<(), Complaint> {
     if open.is_some_and(|words| words != OPEN_METRICS_WORDS) {
         let what = format!(
-            "the only allowed value is {OPEN_METRICS_WORDS:?}: write it, or remove the \
-            setting"
+            "the only allowed value is {OPEN_METRICS_WORDS:?}: write this value, or remove the setting"
         );
         return Err(Complaint::new("listen.open_metrics", &what));
     }

@@ -25,8 +25,8 @@ pub(super) async fn keep(places: Places) {
             if places.is_alone() {
                 tracing::error!(
                     directory,
-                    "the store's directory was removed, renamed or mounted over: puts are refused; stop the server, put the \
-                     directory back and start it again"
+                    "the store's directory was removed, renamed or mounted over: puts are refused; \
+                    stop the server, put the directory back and start the server again"
                 );
             } else {
                 tracing::error!(

@@ -50,8 +50,8 @@ impl Trouble {
                         miss for a damaged block: {reason}");
                 }
                 _ => {
-                    tracing::warn!(target: "audit", %namespace, "a read from disk failed, and its block is a \
-                        miss: {reason}")
+                    tracing::warn!(target: "audit", %namespace, "a read from disk failed, and the \
+                        block is a miss: {reason}")
                 }
             }
         }

@@ -104,9 +104,9 @@ impl Machine {
             match self.next_timer() {
                 Some(timer) => self.clock.advance_to(timer),
                 None => {
-                    return Err(
-                        "the engine waits, but no operation or timer is left that could wake it".to_owned()
-                    );
+                    return Err("the engine waits, but no operation or timer is left that could wake the \
+                        engine"
+                        .to_owned());
                 }
             }
         }

@@ -259,8 +259,9 @@ fn told(call: &'static str, said: Said) -> Result<(), DeviceError> {
         Said { code: UNKNOWN_FILE, .. } if call == REGISTER_FILE => Err(DeviceError::Call {
             call,
             why: format!(
-                "cuFile failed with error {UNKNOWN_FILE}: it reads the type of the file system from udev \
-                (ID_FS_USAGE), and without udev, or in a container without /run/udev, it refuses every file"
+                "cuFile failed with error {UNKNOWN_FILE}: cuFile reads the type of the file system \
+                from udev (ID_FS_USAGE), and refuses every file without udev, or in a container \
+                without /run/udev"
             ),
         }),
         Said { code: 0, .. } => Ok(()),
@@ -421,7 +422,7 @@ mod tests {
     fn a_file_whose_file_system_is_not_known_is_refused_with_what_to_look_at() {
         let why = |call| told(call, Said { code: UNKNOWN_FILE, cuda: 0 }).unwrap_err().to_string();
         assert!(
-            why(REGISTER_FILE).contains("5027: it reads the type of the file system from udev"),
+            why(REGISTER_FILE).contains("5027: cuFile reads the type of the file system from udev"),
             "{}",
             why(REGISTER_FILE)
         );

@@ -125,7 +125,7 @@ impl<'a> TenantSessions<'a> {
         lease: Duration,
     ) -> Result<Held, Failed> {
         let (Some(&head), Some(&tip)) = (keys.get(shared as usize), keys.last()) else {
-            return Err(Failed::NoKeys("keys: at least one block after the shared ones is required"));
+            return Err(Failed::NoKeys("keys: at least one block after the shared blocks is required"));
         };
         let (name, now) = (self.name(id), self.now());
         self.sessions.expire(self.store, now);
@@ -178,7 +178,7 @@ impl<'a> TenantSessions<'a> {
         (first, keys): (u32, &[BlockKey]),
         columns: usize,
     ) -> Result<Seen, Failed> {
-        let tip = *keys.last().ok_or(Failed::NoKeys("keys: at least one is required"))?;
+        let tip = *keys.last().ok_or(Failed::NoKeys("keys: at least one key is required"))?;
         let (table, now) = (self.sessions.table(), self.now());
         table.may_extend(self.name(id), (first, keys.len() as u32, tip), columns, now)?;
         Ok(table.see(self.name(id), now).ok_or(Refused::Unknown)?)
