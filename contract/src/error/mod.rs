@@ -226,9 +226,8 @@ impl fmt::Display for Reason {
             ),
             Self::Quota { limit, wanted } => write!(
                 f,
-                "the quota of the tenant or model on disk is {limit} bytes, this put needs {wanted} \
-                bytes in all, and no block can be evicted now: raise `disk` of the tenant, delete \
-                blocks, or end pins (`kvarts pin --list` shows the pins)"
+                "the quota of the tenant or model on disk is {limit} bytes, this put needs {wanted} bytes in all, and no block \
+                 can be evicted now: raise `disk` of the tenant, delete blocks, or end pins (`kvarts pin --list` shows the pins)"
             ),
             Self::NotAdmitted => f.write_str(
                 "not admitted: the daily budget of writes is used up, and the block has not been put often \

@@ -192,7 +192,10 @@ fn tenants_and_tokens_belong_together() {
     assert!(complaint(TENANT).contains("without tokens"));
     assert!(complaint(&tokens("")).contains("read, write, pin, delete, admin"));
     assert!(complaint(&tokens("'root'")).contains("read, write, pin, delete, admin"));
-    assert!(complaint(&tokens("'read'").replace("tenant = 'a'", "tenant = 'b'")).contains("not configured"));
+    assert!(
+        complaint(&tokens("'read'").replace("tenant = 'a'", "tenant = 'b'"))
+            .contains("\"b\" of a token is not in [[tenants]]")
+    );
     assert!(complaint(&tokens("'read'").replace(HASH, "12")).contains("64 hexadecimal digits"));
     let twice = format!("{TENANT}{TENANT}");
     assert!(complaint(&twice).contains("its own name"));
