@@ -93,7 +93,7 @@ impl Destination {
             let memory = memories.get(span.memory.0 as usize);
             if memory.is_none_or(|memory| span.end > memory.len()) {
                 return Err(wrong(format!(
-                    "the destination ends at byte {} of memory {}, but the memory is shorter",
+                    "the destination ends at byte {} of memory {}, which is shorter or does not exist",
                     span.end, span.memory.0
                 )));
             }

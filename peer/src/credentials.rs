@@ -202,8 +202,8 @@ pub(crate) fn told(error: &Error) -> &'static str {
             "the other node sent no certificate: set cluster.certificate on that node"
         }
         Error::AlertReceived(_) => {
-            "the other node refused this node's certificate, or does not support TLS \
-            1.3"
+            "the other node refused the certificate of this node, or does not support TLS 1.3: check \
+            cluster.certificate of this node"
         }
         Error::InvalidMessage(_) | Error::InappropriateMessage { .. } => {
             "the other node does not use TLS: set cluster.certificate on that node"

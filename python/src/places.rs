@@ -193,7 +193,14 @@ fn whole(mut gather: Gather<'_>, given: &Bound<'_, PyAny>, asked: &Asked<'_>) ->
         ));
     }
     let memory = gather.memories().and_then(|memories| memories.into_iter().next());
-    let memory = memory.ok_or_else(|| invalid(py, "buffers", "the memory could not be allocated"))?;
+    let memory = memory.ok_or_else(|| {
+        invalid(
+            py,
+            "buffers",
+            "the memory for the blocks could not be \
+        allocated",
+        )
+    })?;
     let mut at = 0;
     let mut pages = Vec::with_capacity(asked.blocks.len());
     for shape in &asked.shapes {
@@ -258,7 +265,7 @@ fn slots(
             ));
         }
     }
-    let lost = || invalid(py, "parts", "the memory could not be allocated");
+    let lost = || invalid(py, "parts", "the memory for the blocks could not be allocated");
     let memories = gather.memories().ok_or_else(lost)?;
     // Parts may be in one buffer: a memory stands for all that is of its region.
     let mut spans: BTreeMap<u64, (SharedBuf, usize, usize)> = BTreeMap::new();
@@ -312,8 +319,14 @@ pub(crate) fn by_layer(
         let expected = usize::try_from(bytes).unwrap_or(usize::MAX);
         gather.take(&format!("layer_buffers[{at}]"), buffer, Some(expected))?;
     }
-    let memories =
-        gather.memories().ok_or_else(|| invalid(py, "layer_buffers", "the memory could not be allocated"))?;
+    let memories = gather.memories().ok_or_else(|| {
+        invalid(
+            py,
+            "layer_buffers",
+            "the memory for the blocks could \
+            not be allocated",
+        )
+    })?;
     let mut memories = memories.into_iter();
     let layers = given.iter().map(|buffer| buffer.as_ref().and_then(|_| memories.next())).collect();
     Placed::layers(shape, layers, blocks).or_raise(py)

@@ -24,6 +24,11 @@ use crate::{keys, waiting};
 /// How often a thread that waits looks for signals.
 const LOOK: Duration = Duration::from_millis(50);
 
+/// Why a column is refused.
+fn no_column(column: usize, count: usize) -> String {
+    format!("column {column} does not exist: the number of columns is {count}")
+}
+
 /// Memory of a pool, as this process has it.
 pub(crate) fn memory(py: Python<'_>, core: &Arc<Core>, region: &Arc<Region>) -> PyResult<Memory> {
     let remote = core.remote.as_ref();
@@ -221,7 +226,7 @@ impl Stage {
     fn stretches(&self, py: Python<'_>, column: usize) -> PyResult<Vec<(u64, u32, u32, u32)>> {
         let stage = self.held(py)?;
         if column >= self.shapes.len() {
-            return Err(invalid(py, "column", format!("the number of columns is {}", self.shapes.len())));
+            return Err(invalid(py, "column", no_column(column, self.shapes.len())));
         }
         let found = py.detach(|| stage.stretches(column));
         Ok(found.iter().map(|one| (one.at, one.blocks, one.first, one.count)).collect())
@@ -232,9 +237,7 @@ impl Stage {
     fn places(&self, py: Python<'_>, part: u32, column: usize) -> PyResult<Vec<(u64, u64)>> {
         let stage = self.held(py)?;
         let shape = self.shapes.get(column);
-        let shape = shape.ok_or_else(|| {
-            invalid(py, "column", format!("the number of columns is {}", self.shapes.len()))
-        })?;
+        let shape = shape.ok_or_else(|| invalid(py, "column", no_column(column, self.shapes.len())))?;
         let found = py.detach(|| stage.stretches(column));
         let places = found.iter().map(|one| one.part(shape, part)).collect::<Option<Vec<_>>>();
         places.ok_or_else(|| {

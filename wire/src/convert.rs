@@ -174,7 +174,7 @@ pub fn geometry(spec: Option<proto::register_model_request::Spec>) -> Outcome<Ge
         Spec::Shipped(name) => {
             let spec = shipped::load(&name);
             let spec =
-                spec.ok_or_else(|| Fault::malformed("spec: no spec of this name ships with kvarts"))?;
+                spec.ok_or_else(|| Fault::malformed(format!("spec: no shipped spec is named {name:?}")))?;
             Ok(spec.geometry().clone())
         }
         Spec::OpaquePageBytes(bytes) => Geometry::opaque(bytes).map_err(|error| fault(&error)),

@@ -22,8 +22,9 @@ use super::fault::{Fault, Outcome};
 const LOOKUP_TIMEOUT: Duration = Duration::from_millis(50);
 
 fn node(call: &Call) -> Outcome<&Arc<ClusterNode>> {
-    let alone =
-        || Reason::Denied("this server belongs to no cluster: start it with --cluster FILE".to_owned());
+    let alone = || {
+        Reason::Denied("this server belongs to no cluster: start the server with --cluster FILE".to_owned())
+    };
     call.state.decided.cluster.as_ref().ok_or_else(|| alone().into())
 }
 

@@ -41,7 +41,9 @@ pub(super) fn place(
     for (target, layer) in wire.targets.iter().zip(layer_of_chunk) {
         if target.memory == 0 {
             if layers.contains(&layer) {
-                return Err(Fault::malformed("places: a requested chunk has no place"));
+                return Err(Fault::malformed(format!(
+                    "places: a requested chunk of layer {layer} has no place"
+                )));
             }
             targets.push(None);
             continue;

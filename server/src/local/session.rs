@@ -179,7 +179,7 @@ async fn hello(line: &Line, incoming: &mut Incoming) -> Result<(u64, proto::Hell
     loop {
         if !begun && let Some((magic, rest)) = incoming.bytes.split_first_chunk::<8>() {
             if magic != MAGIC {
-                return Err(broken("the magic number is wrong"));
+                return Err(broken("the connection does not begin with the magic number of the protocol"));
             }
             incoming.bytes = rest.to_vec();
             begun = true;
