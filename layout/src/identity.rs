@@ -247,16 +247,10 @@ impl fmt::Display for IdentityError {
             Self::Truncated { field } => {
                 write!(f, "identity: the bytes end inside {field}: copy the identity again")
             }
-            Self::Width { field } => write!(
-                f,
-                "identity: {field} has the wrong size: encode the \
-                identity again"
-            ),
-            Self::Utf8 { field } => write!(
-                f,
-                "identity: {field} is not UTF-8: encode the identity \
-                again"
-            ),
+            Self::Width { field } => {
+                write!(f, "identity: {field} has the wrong size: encode the identity again")
+            }
+            Self::Utf8 { field } => write!(f, "identity: {field} is not UTF-8: encode the identity again"),
             Self::ExtrasOrder => write!(
                 f,
                 "identity: extras are repeated or not sorted: sort the extras by name, and give each name once"

@@ -193,14 +193,8 @@ fn whole(mut gather: Gather<'_>, given: &Bound<'_, PyAny>, asked: &Asked<'_>) ->
         ));
     }
     let memory = gather.memories().and_then(|memories| memories.into_iter().next());
-    let memory = memory.ok_or_else(|| {
-        invalid(
-            py,
-            "buffers",
-            "the memory for the blocks could not be \
-        allocated",
-        )
-    })?;
+    let memory =
+        memory.ok_or_else(|| invalid(py, "buffers", "the memory for the blocks could not be allocated"))?;
     let mut at = 0;
     let mut pages = Vec::with_capacity(asked.blocks.len());
     for shape in &asked.shapes {
@@ -319,14 +313,9 @@ pub(crate) fn by_layer(
         let expected = usize::try_from(bytes).unwrap_or(usize::MAX);
         gather.take(&format!("layer_buffers[{at}]"), buffer, Some(expected))?;
     }
-    let memories = gather.memories().ok_or_else(|| {
-        invalid(
-            py,
-            "layer_buffers",
-            "the memory for the blocks could \
-            not be allocated",
-        )
-    })?;
+    let memories = gather
+        .memories()
+        .ok_or_else(|| invalid(py, "layer_buffers", "the memory for the blocks could not be allocated"))?;
     let mut memories = memories.into_iter();
     let layers = given.iter().map(|buffer| buffer.as_ref().and_then(|_| memories.next())).collect();
     Placed::layers(shape, layers, blocks).or_raise(py)
