@@ -273,21 +273,22 @@ pub const BUGS: &[Bug] = &[
         "R44",
         "deletes are acknowledged while a drive returns that received its deletes before them",
     )
-    .at(53),
+    .at(13),
     bug(
         "delete-spans-a-return",
         "R44",
         "a delete that began before the return of a drive is acknowledged without this drive",
     )
-    .at(77),
+    .at(21),
     bug(
         "lost-bytes-counted",
         "R44",
         "files that were counted before a drive failed stay in the budget without it",
     )
-    .at(149),
+    .at(69),
     bug("given-up-graves-counted", "R44", "the deletes of a drive that is opened again are counted twice")
         .at(5),
+    bug("half-made-files-counted", "R44", "files that a failed drive has half of stay in the budget"),
     bug("forgotten-while-out", "R44", "deletes are forgotten while an absent drive may have their blocks")
         .at(1),
     bug(
