@@ -161,23 +161,23 @@ macro_rules! settings {
 }
 
 settings! {
-    /// Directories of the store, separated by commas, one for each device
+    /// Directories of the store, separated by commas: one directory for each disk
     directories, "store", "directories", "KVARTS_STORE_DIRECTORIES", "dir", "DIRS", "./kvarts-data";
-    /// Largest size of the store on disk, in bytes such as 64G, or as a part of the disks such as 90%
+    /// Maximum size of the store on disk: a size such as 64G, or a percentage of the disks such as 90%
     budget, "store", "budget", "KVARTS_STORE_BUDGET", "budget", "SIZE|PERCENT", "80% of the free space";
-    /// Size of a segment file of a new store; an existing store keeps its size
+    /// Size of each segment file of a new store; an existing store keeps its segment size
     segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment", "SIZE", "256 MiB";
-    /// Shards in each directory of a new store; each is served by one executor
+    /// Number of shards in each directory of a new store; one executor serves each shard
     shards, "store", "shards", "KVARTS_STORE_SHARDS", "shards", "NUMBER", "2 to 16, depending on the budget";
     /// Eviction policy of a full store: weighted or lru
     policy, "store", "policy", "KVARTS_STORE_POLICY", "policy", "NAME", "weighted";
-    /// Limit of bytes written in a day; beyond the limit only blocks that were put before are stored
+    /// Limit of the bytes written in a day; when the limit is reached, only blocks that were put before are stored
     endurance, "store", "endurance", "KVARTS_STORE_ENDURANCE", "endurance", "SIZE", "no limit";
     /// Number of executors of the engine
-    executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2 for each directory, at most an eighth of the cores (or 2)";
+    executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2 for each directory, limited to 2 or an eighth of the cores, whichever is larger";
     /// Interface to the disks: auto, ring (io_uring) or pool (threads)
     io, "store", "io", "KVARTS_STORE_IO", "io", "NAME", "auto";
-    /// Features of io_uring that are not used, separated by commas
+    /// Features of io_uring that the server does not use, separated by commas
     io_disable, "store", "io_disable", "KVARTS_STORE_IO_DISABLE", "io-disable", "NAMES", "none";
     /// Runtime of the executors: auto, glommio or threads
     runtime, "store", "runtime", "KVARTS_STORE_RUNTIME", "runtime", "NAME", "auto";
@@ -203,11 +203,11 @@ settings! {
     client_authority, "tls", "client_authority", "KVARTS_TLS_CLIENT_AUTHORITY", "tls-client-authority", "FILE", "none";
     /// Memory for requests, in bytes
     memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory", "SIZE", "256 MiB";
-    /// Part of the memory for requests that the tile cache may use while no request needs it; 0 for none
+    /// Limit of the tile cache, which uses memory for requests while no request needs this memory; 0 for no cache
     cache, "limits", "cache", "KVARTS_LIMITS_CACHE", "cache", "SIZE", "all of limits.memory";
     /// Limit of the memory that local clients share with the server
     shared, "limits", "shared", "KVARTS_LIMITS_SHARED", "shared", "SIZE", "a quarter of the memory, at most 64 GiB";
-    /// Limit of the memory of the index; blocks are evicted near the limit
+    /// Limit of the memory of the index; the server evicts blocks when the index is near the limit
     index, "limits", "index", "KVARTS_LIMITS_INDEX", "index-memory", "SIZE", "a quarter of the memory";
     /// Limit of concurrent connections
     connections, "limits", "connections", "KVARTS_LIMITS_CONNECTIONS", "connections", "NUMBER", "16384";
@@ -243,45 +243,45 @@ settings! {
     cluster_listen, "cluster", "listen", "KVARTS_CLUSTER_LISTEN", "cluster-listen", "ADDRESS", "this node's address among the members";
     /// Port on which other nodes read blocks from this node; set the port if a firewall is between the nodes
     cluster_lane_port, "cluster", "lane_port", "KVARTS_CLUSTER_LANE_PORT", "cluster-lane-port", "NUMBER", "any free port";
-    /// Largest number of copies in this node's part of the directory, 20 bytes each
+    /// Maximum number of copies of blocks that this node's part of the directory lists; each uses 20 bytes of memory
     cluster_entries, "cluster", "entries", "KVARTS_CLUSTER_ENTRIES", "cluster-entries", "NUMBER", "16000000";
-    /// Limit of the bytes a second served to other nodes
+    /// Limit of the bytes that this node sends to other nodes in a second
     cluster_serve_rate, "cluster", "serve_rate", "KVARTS_CLUSTER_SERVE_RATE", "cluster-serve-rate", "SIZE", "no limit";
-    /// Handling of puts of blocks that another node stores: store, keep (for a time) or single (not written)
+    /// What a put does with a block that another node already stores: store, keep (store for cluster.copy_hold) or single (do not store)
     cluster_put, "cluster", "put", "KVARTS_CLUSTER_PUT", "cluster-put", "NAME", "store";
-    /// Rate of reads, in reads a second, at which a block of another node is copied to this node; 0 for never
+    /// Reads a second of a block of another node from which on the block is copied to this node; 0 for never
     cluster_hot_reads, "cluster", "hot_reads", "KVARTS_CLUSTER_HOT_READS", "cluster-hot-reads", "NUMBER", "8";
-    /// Time to live of automatic copies in seconds: hot blocks, and blocks of puts with keep
+    /// Time to live of automatic copies, in seconds: copies of hot blocks (cluster.hot_reads), and blocks that a put keeps (cluster.put)
     cluster_copy_hold, "cluster", "copy_hold", "KVARTS_CLUSTER_COPY_HOLD", "cluster-copy-hold", "SECONDS", "600";
-    /// The bucket behind the disks: s3://BUCKET/PREFIX with credentials as in the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), or file:///DIRECTORY
+    /// The bucket behind the disks: s3://BUCKET/PREFIX, with credentials and endpoint from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), or file:///DIRECTORY
     cold_bucket, "cold", "bucket", "KVARTS_COLD_BUCKET", "cold-bucket", "URL", "no cold tier";
-    /// Limit of requests to the bucket in a day (UTC)
+    /// Limit of the requests to the bucket in a day (UTC)
     cold_requests, "cold", "requests", "KVARTS_COLD_REQUESTS", "cold-requests", "NUMBER", "1000000";
-    /// Limit of bytes written to the bucket in a day
+    /// Limit of the bytes written to the bucket in a day
     cold_written, "cold", "written", "KVARTS_COLD_WRITTEN", "cold-written", "SIZE", "1 TiB";
-    /// Limit of bytes read from the bucket in a day
+    /// Limit of the bytes read from the bucket in a day
     cold_read, "cold", "read", "KVARTS_COLD_READ", "cold-read", "SIZE", "4 TiB";
     /// Seconds between two reads of a manifest of the bucket
     cold_refresh, "cold", "refresh", "KVARTS_COLD_REFRESH", "cold-refresh", "SECONDS", "30";
-    /// Limit of the memory for restores: the bytes of blocks during a restore and some seconds longer
-    cold_memory, "cold", "memory", "KVARTS_COLD_MEMORY", "cold-memory", "SIZE", "limits.memory, but 128 MiB to 256 MiB";
+    /// Limit of the memory for restores; a block uses this memory during its restore and for some seconds after it
+    cold_memory, "cold", "memory", "KVARTS_COLD_MEMORY", "cold-memory", "SIZE", "limits.memory, but at least 128 MiB and at most 256 MiB";
     /// Upload blocks to the bucket before their eviction: on or off
     cold_spill, "cold", "spill", "KVARTS_COLD_SPILL", "cold-spill", "NAME", "on";
-    /// Recent uses that a block needs for its upload, 0 to 3
+    /// Only blocks with at least this number of recent uses are uploaded; 0 to 3
     cold_uses, "cold", "uses", "KVARTS_COLD_USES", "cold-uses", "NUMBER", "1";
-    /// Least age, and least remaining time to live, of a block for its upload, in seconds
+    /// Only blocks that are at least this old, and do not expire within the same time, are uploaded; in seconds
     cold_age, "cold", "age", "KVARTS_COLD_AGE", "cold-age", "SECONDS", "600";
     /// Blocks with more bytes a token than this are not uploaded, because computing them is faster than restoring them
     cold_token_bytes, "cold", "token_bytes", "KVARTS_COLD_TOKEN_BYTES", "cold-token-bytes", "SIZE", "no limit";
-    /// Limit of the bytes a second uploaded to the bucket
+    /// Limit of the bytes that are uploaded to the bucket in a second
     cold_rate, "cold", "rate", "KVARTS_COLD_RATE", "cold-rate", "SIZE", "64 MiB";
-    /// Whether look-ups of connectors count blocks of the bucket: off, on, or the tokens that an engine computes in a second (counts blocks whose restore is faster)
+    /// Whether look-ups of connectors count blocks of the bucket: off, on, or the number of tokens that an engine computes in a second (a block counts if its restore is faster)
     cold_offer, "cold", "offer", "KVARTS_COLD_OFFER", "cold-offer", "NAME", "off";
     /// Path from files to device memory: auto, direct, compatibility or staging
     cufile, "device", "cufile", "KVARTS_DEVICE_CUFILE", "cufile", "NAME", "auto";
     /// Hours between two runs of the scrubber, or 0 for none
     scrub_hours, "scrub", "hours", "KVARTS_SCRUB_HOURS", "scrub-hours", "NUMBER", "24";
-    /// Limit of the bytes a second read by the scrubber
+    /// Limit of the bytes that the scrubber reads in a second
     scrub_pace, "scrub", "pace", "KVARTS_SCRUB_PACE", "scrub-pace", "SIZE", "32 MiB";
     /// Format of the log: text or json
     log_format, "log", "format", "KVARTS_LOG_FORMAT", "log-format", "NAME", "text";
