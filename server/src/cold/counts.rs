@@ -26,9 +26,9 @@ counts! {
     restored_blocks;
     /// Bytes of restored blocks.
     restored_bytes;
-    /// Bytes read from packs in excess of the requested blocks.
+    /// Bytes read from packs in addition to the requested blocks.
     over_read_bytes;
-    /// Blocks whose restore failed, so that they are misses: absent, damaged, not read in time, or refused by the store.
+    /// Blocks whose restore failed: absent, damaged, not read in time, or refused by the store. Reads of these blocks are misses.
     lost_blocks;
     /// Blocks that were not requested, because the queue of restores was full; they are misses.
     refused_blocks;
@@ -36,13 +36,13 @@ counts! {
     abandoned_blocks;
     /// Restores started by reads.
     restores;
-    /// Reads with at least one block from the bucket.
+    /// Reads that needed at least one block from the bucket.
     waited_reads;
     /// Blocks of the bucket that look-ups without a plan reported as present.
     offered_blocks;
-    /// Blocks that the directory listed on another node, which did not deliver them in time; they were requested from the bucket instead.
+    /// Blocks that the directory listed on another node, and that the other node did not deliver in time; they were requested from the bucket instead.
     not_from_nodes_blocks;
-    /// Bytes that reads received from restored blocks before the blocks were stored on disk.
+    /// Bytes of restored blocks that reads received before the blocks were stored on disk.
     given_bytes;
     /// Pieces of reads whose deadline passed before they arrived from the bucket.
     late_pieces;
@@ -54,7 +54,7 @@ counts! {
     spilled_bytes;
     /// Blocks that were selected for an upload but not uploaded: evicted before the upload, or the upload failed.
     let_go_blocks;
-    /// Packs removed from a manifest because some of their blocks were deleted.
+    /// Packs that were removed from a manifest because some of their blocks were deleted.
     withdrawn_packs;
     /// Deletes that were not acknowledged, because the request to the bucket failed.
     delete_failures;

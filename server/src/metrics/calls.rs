@@ -15,8 +15,7 @@ pub(super) fn calls(out: &mut String, counted: &Counted) {
     for (method, count) in &counted.under_way {
         let _ = writeln!(out, "kvarts_calls_under_way{{method=\"{method}\"}} {count}");
     }
-    let help = "Calls that were refused before any work, by cause: no token, no right, the tenant's limit of calls (retry), no \
-                connection left, or a drain. The log's audit lines name the tenants.";
+    let help = "Calls that the server refused before any work, by cause: no token, no right, the tenant's limit of calls (retry), no connection left, or a drain. The audit lines in the log name the tenants.";
     head(out, "kvarts_calls_refused_total", "counter", help);
     for ((method, want), count) in &counted.refused {
         let _ = writeln!(out, "kvarts_calls_refused_total{{method=\"{method}\",want=\"{want}\"}} {count}");
@@ -33,8 +32,7 @@ fn by_tenant(out: &mut String, counted: &Counted) {
         let CallName { path, method, class, tenant } = name;
         format!("path=\"{path}\",method=\"{method}\",class=\"{class}\",tenant=\"{}\"", Value(tenant))
     };
-    let help = "Calls that have ended, by gRPC code (also on the local path). A read with code OK may have missed blocks: see \
-                kvarts_blocks_missed_total.";
+    let help = "Calls that have ended, by gRPC code; calls on the local path have gRPC codes, too. A read with code OK may have missed blocks: see kvarts_blocks_missed_total.";
     head(out, "kvarts_calls_total", "counter", help);
     for (name, calls) in &counted.calls {
         let labels = labels(name);
@@ -46,7 +44,7 @@ fn by_tenant(out: &mut String, counted: &Counted) {
         out,
         "kvarts_call_bytes_total",
         "counter",
-        "Bytes of blocks that calls carried, in (puts) and out (reads).",
+        "Bytes of blocks in calls, by direction: in (puts) or out (reads).",
     );
     for (name, calls) in &counted.calls {
         let labels = labels(name);
@@ -63,9 +61,7 @@ fn times(out: &mut String, counted: &Counted) {
         let labels = format!("path=\"{path}\",method=\"{method}\",class=\"{class}\"");
         histogram(out, "kvarts_call_seconds", &labels, took);
     }
-    let help = "Time to the first layer of reads by layers, in seconds, from their admission until the first \
-        layer was sent to the connection or was complete in the local client's memory: the time after which \
-        an engine can begin.";
+    let help = "Time to the first layer of layer-by-layer reads, in seconds: from the admission of the read until the first layer was sent to the connection, or was complete in the memory of the local client. After this time an engine can begin to compute.";
     head(out, "kvarts_first_layer_seconds", "histogram", help);
     for ((path, class), took) in &counted.first_layer {
         histogram(out, "kvarts_first_layer_seconds", &format!("path=\"{path}\",class=\"{class}\""), took);
@@ -92,22 +88,16 @@ fn usage(out: &mut String, counted: &Counted) {
             }
         }
     };
-    let help = "Blocks looked up by match and exists, by result: here, pending (being put), or the reason of \
-        absence: evicted, expired, deleted, out_of_service (damaged), never_stored (according to this \
-        server's records), cut_off (stored, but an earlier block of the prefix is missing), unregistered (no model of \
-        that name since the start). The hit ratio is the rate of found=\"here\" divided by the rate of all \
-        results. Models beyond 32 of a tenant are model=\"other\", tenants beyond 256 tenant=\"other\".";
+    let help = "Blocks looked up by match and exists, by result: here, pending (being put), or the reason of absence: evicted, expired, deleted, out_of_service (damaged), never_stored (according to this server's records), cut_off (stored, but an earlier block of the prefix is missing), unregistered (no model of that name since the start). The hit ratio is the rate of found=\"here\" divided by the rate of all results. After the first 32 models of a tenant, further models have model=\"other\"; after the first 256 tenants, further tenants have tenant=\"other\".";
     family("kvarts_lookup_blocks_total", help, &|usage| {
         // Look-ups without a model have a name of their own: of models there are none.
         let told =
             usage.lookups.named().into_iter().filter(|(what, count)| *count > 0 || *what != "unregistered");
         told.map(|(what, count)| (format!(",found=\"{what}\""), count)).collect()
     });
-    let help =
-        "Blocks that reads delivered, complete and verified, with the labels of kvarts_lookup_blocks_total.";
+    let help = "Complete and verified blocks that reads delivered, by tenant and model as in kvarts_lookup_blocks_total.";
     family("kvarts_blocks_delivered_total", help, &|usage| vec![(String::new(), usage.delivered)]);
-    let help = "Blocks that reads requested but did not receive, by reason. REASON_NOT_HERE: never stored, or evicted before the \
-                read (take a lease with the match). Blocks that look-ups did not find are in kvarts_lookup_blocks_total.";
+    let help = "Blocks that reads requested but did not receive, by reason. REASON_NOT_HERE: the block was never stored, or was evicted before the read (to prevent the eviction, take a lease with the match). Blocks that look-ups did not find are counted in kvarts_lookup_blocks_total.";
     family("kvarts_blocks_missed_total", help, &|usage| {
         usage.missed.iter().map(|(reason, count)| (format!(",reason=\"{reason}\""), *count)).collect()
     });

@@ -13,7 +13,7 @@ pub(super) fn cluster(out: &mut String, status: &Status) {
     one(out, "kvarts_cluster_epoch", "gauge", "Epoch of this node's list of members.", status.epoch);
     let reachable = status.nodes.iter().filter(|node| node.is_reachable).count();
     let states = [("reachable", reachable), ("away", status.nodes.len() - reachable)];
-    labelled(out, "kvarts_cluster_nodes", "gauge", "Members, by state.", "state", states);
+    labelled(out, "kvarts_cluster_nodes", "gauge", "Members of the cluster, by state.", "state", states);
     let help = "Nodes whose blocks cannot be read, because the limit of paths is reached.";
     one(out, "kvarts_cluster_nodes_without_path", "gauge", help, status.without_lane);
     let help = "Models whose blocks can be read from other nodes.";
@@ -73,63 +73,61 @@ fn directory(out: &mut String, status: &Status) {
     one(out, "kvarts_cluster_directory_bytes", "gauge", help, status.entry_bytes);
     let help = "Copies omitted or dropped from this node's part of the directory because it was full.";
     one(out, "kvarts_cluster_directory_refused_total", "counter", help, status.left_out);
-    let help = "Parts (of 4,096) of the directory on this node that may lack copies, because a node has not sent all of its \
-         blocks yet, or because the part was full.";
+    let help = "Parts (of 4,096) of the directory on this node that may be incomplete, because a node has not sent all of its blocks yet, or because the part was full.";
     one(out, "kvarts_cluster_directory_partial", "gauge", help, status.partial);
-    let help = "Chains whose owner is decided by this node.";
+    let help = "Chains for which this node decides the owner.";
     one(out, "kvarts_cluster_chains", "gauge", help, status.chains);
-    let help = "Chains that this node owns: its copies of their blocks are evicted last.";
+    let help = "Chains that this node owns. On this node, the blocks of these chains are evicted last.";
     one(out, "kvarts_cluster_chains_owned", "gauge", help, status.owned);
     let HotCounts { counted, now, copied, failed } = status.hot;
-    let help = "Blocks of other nodes whose reads are counted, to select blocks for a copy.";
+    let help = "Blocks of other nodes for which this node counts reads, to select blocks for a copy.";
     one(out, "kvarts_cluster_hot_counted", "gauge", help, counted);
-    let help = "Blocks of other nodes being copied to this node, because they are read often.";
+    let help = "Blocks of other nodes that are being copied to this node because they are read often.";
     one(out, "kvarts_cluster_hot_blocks", "gauge", help, now);
     let how = [("copied", copied), ("failed", failed)];
-    let help = "Blocks selected for a copy on this node, because they are read often.";
+    let help = "Blocks that were selected for a copy on this node because they are read often.";
     labelled(out, "kvarts_cluster_hot_blocks_total", "counter", help, "how", how);
     let PutCounts { kept, held, owned, unasked } = status.puts;
     let how = [("kept", kept), ("held", held), ("owned", owned), ("unasked", unasked)];
-    let help = "Blocks of puts that another node had: kept for a time, not written, or stored by the owner of their chain; and \
-         blocks for which the directory did not answer in time.";
+    let help = "Blocks in puts, by whether another node already had them: kept (another node had the block or owned its chain; stored for a time), held (another node had the block; not written), owned (another node had the block, but this node owned its chain; stored), unasked (unknown, because the directory did not answer in time; stored).";
     labelled(out, "kvarts_cluster_put_blocks_total", "counter", help, "how", how);
     let OfferCounts { forwarded, last, taken, copied, failed } = status.offers;
     let what =
         [("forwarded", forwarded), ("last", last), ("taken", taken), ("copied", copied), ("failed", failed)];
-    let help = "Blocks of offers between nodes: offered to the owner of their chain; offered as the last copy before its eviction; accepted by other nodes; copied from offers of other nodes; copies that failed.";
+    let help = "Blocks in offers between nodes: forwarded (offered to the owner of their chain), last (the last copy, offered before its eviction), taken (accepted by other nodes), copied (offered by other nodes and copied to this node), failed (offered by other nodes and not copied).";
     labelled(out, "kvarts_cluster_offered_blocks_total", "counter", help, "what", what);
     let others = || status.nodes.iter().filter(|node| !node.is_me);
     let of = |value: fn(&kvarts_peer::node::NodeStatus) -> u64| {
         others().map(move |node| (node.member.id.to_string(), value(node)))
     };
-    let help = "Changes of this node's blocks not yet sent to each other node.";
+    let help = "Changes of this node's blocks that have not yet been sent, by receiving node.";
     labelled(out, "kvarts_cluster_feed_waiting", "gauge", help, "node", of(|node| node.waiting));
-    let help = "Snapshots of this node's blocks started for each other node.";
+    let help = "Snapshots of this node's blocks that were started, by receiving node.";
     labelled(out, "kvarts_cluster_feed_snapshots_total", "counter", help, "node", of(|node| node.snapshots));
 }
 
 fn served(out: &mut String, status: &Status) {
     let ServeCounts { connections, let_in, cut, pieces, bytes, doubts, memory } = status.served;
-    let help = "Connections over which other nodes read from this one.";
+    let help = "Connections over which other nodes read from this node.";
     one(out, "kvarts_cluster_served_connections", "gauge", help, connections);
     let how = [("let_in", let_in), ("cut", cut)];
-    let help = "Connections for reads of other nodes: accepted, and refused or cut.";
+    let help = "Connections over which other nodes read from this node: accepted; refused or cut.";
     labelled(out, "kvarts_cluster_served_connections_total", "counter", help, "how", how);
     one(out, "kvarts_cluster_served_pieces_total", "counter", "Pieces served to other nodes.", pieces);
     one(out, "kvarts_cluster_served_bytes_total", "counter", "Bytes served to other nodes.", bytes);
-    let help = "Blocks that were read again because their digest failed at another node.";
+    let help = "Blocks that this node read again because another node found a wrong digest.";
     one(out, "kvarts_cluster_served_doubts_total", "counter", help, doubts);
-    let help = "Memory of pieces for other nodes.";
+    let help = "Memory for pieces that are sent to other nodes.";
     one(out, "kvarts_cluster_served_memory_bytes", "gauge", help, memory);
 }
 
 /// How fast each path is and what waits there.
 fn load(out: &mut String, paths: &[(&str, &PathStatus)]) {
     let of = |value: fn(&PathStatus) -> u64| paths.iter().map(move |(name, path)| (*name, value(path)));
-    let help = "Bytes a second of each path of reads, while requests are outstanding on it.";
+    let help = "Rate of reads over each path, in bytes a second, measured while requests are outstanding on the path.";
     let rate = |path: &PathStatus| path.rate.unwrap_or_default() as u64;
     labelled(out, "kvarts_cluster_path_bytes_per_second", "gauge", help, "path", of(rate));
-    let help = "Bytes requested on each path and not yet received.";
+    let help = "Bytes that were requested on each path and have not yet been received.";
     labelled(
         out,
         "kvarts_cluster_path_outstanding_bytes",
@@ -147,7 +145,7 @@ fn load(out: &mut String, paths: &[(&str, &PathStatus)]) {
 
 /// What each path brought and did not bring.
 fn brought(out: &mut String, paths: &[(&str, &PathStatus)]) {
-    let help = "Bytes of complete pieces, by path.";
+    let help = "Bytes of pieces that were read completely, by path.";
     let bytes = paths.iter().map(|(name, path)| (*name, path.brought.bytes));
     labelled(out, "kvarts_cluster_path_bytes_total", "counter", help, "path", bytes);
     let name = "kvarts_cluster_path_pieces_total";
@@ -155,7 +153,7 @@ fn brought(out: &mut String, paths: &[(&str, &PathStatus)]) {
         out,
         name,
         "counter",
-        "Pieces of reads by path: complete, missing, failed, cancelled, and requested twice.",
+        "Pieces of reads, by path and result: complete, missing, failed, cancelled, or requested twice.",
     );
     for (path, status) in paths {
         let Brought { pieces, bytes: _, missing, failed, cancelled, twice, failures: _ } = status.brought;

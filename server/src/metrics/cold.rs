@@ -17,17 +17,17 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
         out,
         "kvarts_cold_requests_total",
         "counter",
-        "Requests to the bucket, repeated ones included.",
+        "Requests to the bucket, including repeated requests.",
         requests,
     );
     one(
         out,
         "kvarts_cold_retries_total",
         "counter",
-        "Repeated requests to the bucket, a part of kvarts_cold_requests_total.",
+        "Repeated requests to the bucket; kvarts_cold_requests_total includes them.",
         retries,
     );
-    let help = "Ranges of packs requested a second time because they were late.";
+    let help = "Ranges of packs that were requested a second time because they were late.";
     one(out, "kvarts_cold_hedges_total", "counter", help, hedges);
     one(out, "kvarts_cold_failures_total", "counter", "Requests to the bucket that failed.", failures);
     one(out, "kvarts_cold_written_bytes_total", "counter", "Bytes written to the bucket.", written_bytes);
@@ -37,7 +37,7 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
         ("written_bytes", counted.today.written_bytes, counted.limits.written_bytes_a_day),
         ("read_bytes", counted.today.read_bytes, counted.limits.read_bytes_a_day),
     ];
-    let help = "Use of the daily budgets (UTC): cold.requests, cold.written, cold.read.";
+    let help = "Use of the daily limits (UTC): cold.requests, cold.written, cold.read.";
     head(out, "kvarts_cold_today", "gauge", help);
     for (of, used, _) in budgets {
         // Writing to a string cannot fail.
@@ -47,7 +47,7 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
         out,
         "kvarts_cold_today_limit",
         "gauge",
-        "Limit of kvarts_cold_today: beyond it the server makes no more requests until midnight UTC.",
+        "Limit of kvarts_cold_today. When the limit is reached, the server sends no more requests until midnight UTC.",
     );
     for (of, _, most) in budgets {
         let _ = writeln!(out, "kvarts_cold_today_limit{{budget=\"{of}\"}} {most}");

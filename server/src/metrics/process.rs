@@ -20,16 +20,16 @@ pub(super) fn process(out: &mut String) {
         one(out, "process_start_time_seconds", "gauge", help, started);
     }
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let help = "Resident memory of the process in bytes, memory shared with local clients included.";
+    let help = "Resident memory of the process, in bytes, including memory shared with local clients.";
     gauge(out, "process_resident_memory_bytes", help, field(&status, "VmRSS:").map(|kib| kib << 10));
-    let help = "Mapped address space of the process in bytes.";
+    let help = "Mapped address space of the process, in bytes.";
     gauge(out, "process_virtual_memory_bytes", help, field(&status, "VmSize:").map(|kib| kib << 10));
     gauge(out, "process_threads", "Threads of the process.", field(&status, "Threads:"));
     // The one that looks is open while it looks.
     let open = fs::read_dir("/proc/self/fd").ok().map(|all| (all.count() as u64).saturating_sub(1));
     gauge(out, "process_open_fds", "Open descriptors: segment files, connections, shared memory.", open);
     let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
-    let help = "Limit of the open descriptors of the process; raise the limit (ulimit -n) before process_open_fds is near.";
+    let help = "Limit of the open descriptors of the process; raise the limit (ulimit -n) before process_open_fds reaches it.";
     gauge(out, "process_max_fds", help, field(&limits, "Max open files"));
 }
 

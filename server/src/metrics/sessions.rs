@@ -10,7 +10,7 @@ use crate::state::LiveSessions;
 pub(super) fn sessions(out: &mut String, sessions: &LiveSessions) {
     let (open, rests, leases) = sessions.table().count();
     one(out, "kvarts_sessions", "gauge", "Sessions that are open, or were handed over and not closed.", open);
-    let help = "Ended sessions whose blocks are still the base of forks.";
+    let help = "Ended sessions whose blocks are still used by sessions that were forked from them.";
     one(out, "kvarts_sessions_rests", "gauge", help, rests);
     one(out, "kvarts_sessions_leases", "gauge", "Leases of the store that sessions hold.", leases);
     let help = "Chains that this node owns for sessions.";

@@ -17,13 +17,13 @@ use kvarts_wire::limits;
 
 /// What executors count of their devices, and what it means.
 const DEVICE_COUNTERS: [(&str, &str); 7] = [
-    ("submissions", "I/O operations submitted to devices, repeated ones included."),
-    ("operations", "Operations that ended."),
+    ("submissions", "I/O operations submitted to devices, including repeated submissions."),
+    ("operations", "I/O operations that ended."),
     ("failed", "I/O operations that ended with an error."),
     ("retried", "I/O submissions repeated after an interruption."),
-    ("short", "I/O submissions for the rest of a transfer."),
+    ("short", "I/O submissions that continue an incomplete transfer."),
     ("unknown_completions", "I/O completions that belong to no operation under way."),
-    ("late_completions", "I/O operations that ended after their caller had been dropped."),
+    ("late_completions", "I/O operations that ended after the call that started them had been dropped."),
 ];
 
 /// The counters of one executor. What is counted there and not told here does not compile.
@@ -72,7 +72,7 @@ pub(super) async fn render(state: &ServerState) -> String {
         &mut out,
         "kvarts_executors_silent",
         "gauge",
-        "1 if an executor did not report within 200 ms: the figures of its devices are then from an earlier scrape.",
+        "1 if an executor did not report within 200 ms. The figures of its devices are then from an earlier scrape.",
         u64::from(told.is_old),
     );
     queues(&mut out, &told.io);
@@ -126,7 +126,7 @@ fn engine(out: &mut String, state: &ServerState) {
         out,
         "kvarts_disk_allocated_bytes",
         "gauge",
-        "Bytes that the store has allocated on disk. A full budget evicts blocks, which is normal.",
+        "Bytes that the store has allocated on disk. When the budget is used up, the store evicts blocks; this is normal.",
         allocated_bytes,
     );
     let free = budget_bytes.saturating_sub(allocated_bytes);
@@ -140,10 +140,10 @@ fn engine(out: &mut String, state: &ServerState) {
         one(out, &format!("kvarts_index_{what}"), "gauge", help, size);
     }
     if let Some(most) = index_bytes_max {
-        let help = "Memory limit of the index in bytes (limits.index): near it blocks are evicted, beyond it puts are refused.";
+        let help = "Limit of the memory of the index, in bytes (limits.index). Near the limit, blocks are evicted; above the limit, puts are refused.";
         one(out, "kvarts_index_limit_bytes", "gauge", help, most);
     }
-    let help = "Memory for the reasons of removed blocks, in bytes: at most 1 MiB. Answers to misses give these reasons.";
+    let help = "Memory, in bytes, for the reasons why blocks were removed; at most 1 MiB. Look-ups of removed blocks return these reasons.";
     one(out, "kvarts_departures_bytes", "gauge", help, departures_bytes);
     one(
         out,
@@ -157,7 +157,7 @@ fn engine(out: &mut String, state: &ServerState) {
     let payload = counts.payload_bytes_stored;
     let written = counts.record_bytes_written + counts.moved_bytes_written;
     let amplification = written as f64 / payload.max(1) as f64;
-    let help = "Write amplification: bytes of written records, moved ones included, divided by the bytes that clients put.";
+    let help = "Write amplification: bytes of all records written, including moved records, divided by the bytes that clients put.";
     one(out, "kvarts_write_amplification", "gauge", help, if payload == 0 { 1.0 } else { amplification });
     recovery(out, state);
 }
@@ -168,7 +168,7 @@ fn by_kind(out: &mut String, space: Space) {
         out,
         "kvarts_disk_bytes",
         "gauge",
-        "Allocated bytes on disk by kind; their sum is all allocated bytes.",
+        "Allocated bytes on disk, by kind; the sum over all kinds is the number of allocated bytes.",
     );
     for (what, bytes) in
         [("live", space.live), ("dead", space.dead), ("free", space.free), ("overhead", space.overhead)]
@@ -185,7 +185,7 @@ fn cut_off(out: &mut String, (blocks, bytes): (u64, u64)) {
             "Live blocks that cannot be used, because an earlier block of their prefix is absent.",
             blocks,
         ),
-        ("bytes", "Bytes of live blocks that cannot be used.", bytes),
+        ("bytes", "Bytes of the blocks that kvarts_cut_off_blocks counts.", bytes),
     ] {
         one(out, &format!("kvarts_cut_off_{what}"), "gauge", help, value);
     }
@@ -202,7 +202,7 @@ fn disk_link(out: &mut String, state: &ServerState) {
         ),
         (
             "latency_seconds",
-            "Latency of reads on the disks, without the transfer.",
+            "Latency of disk reads, without the time of the transfer.",
             disk.link.latency_ms / 1e3,
         ),
         ("outstanding_bytes", "Bytes of reads under way or queued.", disk.link.outstanding_bytes as f64),
@@ -232,7 +232,7 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: 
         out,
         "kvarts_read_only",
         "gauge",
-        "1 while the store is read-only, with the reason: remove the cause, then run kvarts resume. Reads continue.",
+        "1 while the store is read-only; a label contains the reason. Remove the cause, then run kvarts resume. Reads continue.",
     );
     let reason = latched.as_deref().unwrap_or_default();
     let _ = writeln!(out, "kvarts_read_only{{reason=\"{}\"}} {}", Value(reason), u8::from(latched.is_some()));
@@ -240,7 +240,7 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: 
         out,
         "kvarts_dead_executors",
         "gauge",
-        "Executors that have died: their blocks are misses until a restart of the server.",
+        "Executors that have failed. Their blocks are misses until the server is restarted.",
         dead_executors,
     );
     let help = "Shards that refuse puts because their device fails all writes.";
@@ -249,7 +249,7 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: 
         out,
         "kvarts_directory_out",
         "gauge",
-        "1 while a directory of the store is out of use, with the reason: its blocks are misses, and puts use the other directories.",
+        "1 while a directory of the store is out of use; a label contains the reason. The blocks of the directory are misses, and puts use the other directories.",
     );
     for (directory, at) in directories.iter().zip(0u16..) {
         let (why, shown) = (lost.get(&at), directory.display().to_string());
@@ -257,8 +257,7 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: 
         let labels = format!("directory=\"{}\",reason=\"{}\"", Value(&shown), Value(reason));
         let _ = writeln!(out, "kvarts_directory_out{{{labels}}} {}", u8::from(why.is_some()));
     }
-    let help = "1 if the disks had less space than the budget when the store was opened or the budget was changed; stored blocks \
-        can be read.";
+    let help = "1 if the disks had less free space than the budget requires when the store was opened or the budget was changed; stored blocks can still be read.";
     one(out, "kvarts_short_of_disk", "gauge", help, u8::from(short_of_disk.is_some()));
 }
 
@@ -268,8 +267,7 @@ fn drives(out: &mut String, loads: &[DriveLoad], directories: &[PathBuf]) {
     let gauges: [(&str, &str, Gauge); 3] = [
         (
             "kvarts_directory_unanswered_seconds",
-            "Age of the oldest unanswered operation of a directory's disk, in seconds: more than a few mean that the disk does \
-             not respond.",
+            "Age, in seconds, of the oldest unanswered operation on a directory's disk. If the age is more than a few seconds, the disk does not respond.",
             |load| load.unanswered.as_secs_f64(),
         ),
         (
@@ -311,7 +309,7 @@ fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::driv
             let _ = writeln!(out, "kvarts_device_held_bytes{{{labels}}} {bytes}");
         }
     }
-    head(out, "kvarts_device_queue", "gauge", "Operations of each executor, by state.");
+    head(out, "kvarts_device_queue", "gauge", "I/O operations of each executor, by state.");
     for (executor, (_, queue)) in io.iter().enumerate() {
         for (place, operations) in [
             ("waiting", queue.waiting_ops),
@@ -410,14 +408,14 @@ fn tenants(out: &mut String, state: &ServerState) {
     let help = "Live bytes on disk of each tenant.";
     by_tenant(out, "kvarts_tenant_disk_bytes", help, &of(&|tenant| Some(space(tenant)?.live)));
     let help =
-        "Quota of each tenant that has a quota, in bytes: a tenant at its quota evicts its own blocks.";
+        "Quota of each tenant that has a quota, in bytes. A tenant at its quota evicts its own blocks.";
     by_tenant(out, "kvarts_tenant_disk_limit_bytes", help, &of(&|tenant| space(tenant)?.limit));
     let used = |tenant: &Tenant| state.models.used(tenant.number);
     let help = "Models that each tenant has registered.";
     by_tenant(out, "kvarts_tenant_models", help, &of(&|tenant| Some(used(tenant).count as u64)));
     let help = "Approximate memory of each tenant's models, in bytes.";
     by_tenant(out, "kvarts_tenant_models_bytes", help, &of(&|tenant| Some(used(tenant).memory)));
-    let help = "Limit of kvarts_tenant_models_bytes for each tenant: at the limit the least recently used model is dropped.";
+    let help = "Limit of kvarts_tenant_models_bytes for each tenant. At the limit, the server drops the tenant's least recently used model.";
     one(out, "kvarts_tenant_models_limit_bytes", "gauge", help, limits::MODELS_MEMORY_MAX);
 }
 
@@ -438,8 +436,7 @@ fn memory(out: &mut String, state: &ServerState) {
             let _ = writeln!(out, "{name}{{part=\"{part}\"}} {bytes}");
         }
     };
-    let help =
-        "Memory for requests in use, in bytes, by part, without the tile cache. At the limit requests wait.";
+    let help = "Memory that requests use, in bytes, by part; the tile cache is not included. At the limit, further requests wait.";
     family("kvarts_request_memory_bytes", help, usage.map(|part| part.used));
     let help = "The highest kvarts_request_memory_bytes since the start.";
     family("kvarts_request_memory_peak_bytes", help, usage.map(|part| part.used_max));
@@ -449,7 +446,7 @@ fn memory(out: &mut String, state: &ServerState) {
         out,
         "kvarts_kept_tiles_bytes",
         "gauge",
-        "Memory of the tile cache (tiles of earlier reads), by part of the memory for requests.",
+        "Memory of the tile cache, which keeps tiles of earlier reads, by part of the memory for requests.",
     );
     for (number, part) in ["large", "small"].into_iter().enumerate() {
         let bytes = state.memory.tiles().bytes(number);
@@ -459,13 +456,14 @@ fn memory(out: &mut String, state: &ServerState) {
         out,
         "kvarts_tiles_total",
         "counter",
-        "Tiles of reads over gRPC: still in memory from an earlier read, or read from disk.",
+        "Tiles of reads over gRPC, by source: still in memory from an earlier read, or read from disk.",
     );
     let (kept, read) = state.memory.tiles().counts();
     for (from, tiles) in [("kept", kept), ("read", read)] {
         let _ = writeln!(out, "kvarts_tiles_total{{from=\"{from}\"}} {tiles}");
     }
-    let help = "Memory of large requests and their answers, in bytes; at the limit further requests wait.";
+    let help =
+        "Memory of large requests and their answers, in bytes. At the limit, further large requests wait.";
     one(out, "kvarts_large_requests_bytes", "gauge", help, state.receiving.bytes());
     let help = "Limit of kvarts_large_requests_bytes.";
     one(out, "kvarts_large_requests_limit_bytes", "gauge", help, limits::LARGE_BYTES_MAX);
@@ -475,7 +473,7 @@ fn memory(out: &mut String, state: &ServerState) {
         out,
         "kvarts_shared_bytes",
         "gauge",
-        "Memory of local clients that is mapped.",
+        "Memory of local clients that the server has mapped, in bytes.",
         state.locals.mapped(),
     );
     let clients = state.locals.clients();
@@ -496,7 +494,7 @@ fn connections(out: &mut String, state: &ServerState) {
     let places = state.connections.free();
     let help = "Limit of connections (limits.connections).";
     one(out, "kvarts_connections_limit", "gauge", help, state.connections.all());
-    let help = "Free connections; at 0 the server closes a connection without a token to accept a new one.";
+    let help = "Free connections. At 0, the server closes a connection without a token when it accepts a new connection.";
     one(out, "kvarts_connections_free", "gauge", help, places);
     let (strangers, open_calls) = state.connections.strangers();
     one(out, "kvarts_connections_unknown", "gauge", "Connections whose client has sent no token.", strangers);
@@ -508,7 +506,7 @@ fn connections(out: &mut String, state: &ServerState) {
         out,
         "kvarts_time_seconds",
         "gauge",
-        "The server's wall clock, in seconds since 1970; the time of these figures.",
+        "The server's wall clock, in seconds since 1970: the time at which these figures were read.",
         seconds,
     );
     head(out, "kvarts_build_info", "gauge", "Version of the program.");

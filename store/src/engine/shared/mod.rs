@@ -92,21 +92,21 @@ macro_rules! counters {
 counters! {
     /// Blocks written.
     blocks_stored,
-    /// Blocks of puts that were stored already.
+    /// Blocks of puts that were already stored.
     blocks_deduplicated,
     /// Blocks of puts that were refused.
     blocks_refused,
-    /// Refused blocks that the daily write budget did not admit.
+    /// Blocks of puts that were refused because the daily write budget was used up.
     blocks_not_admitted,
     /// Payload bytes of the blocks written.
     payload_bytes_stored,
-    /// Bytes of the records written, headers and padding included.
+    /// Bytes of the records written, including headers and padding.
     record_bytes_written,
-    /// Small records of known prefixes that were put: candidates for merging.
+    /// Small records of known prefixes that puts wrote; they are candidates for merging.
     small_records_stored,
-    /// Blocks moved to another record.
+    /// Blocks that were moved to another record.
     blocks_moved,
-    /// Bytes of the records that moves wrote, headers and padding included.
+    /// Bytes of the records that moves wrote, including headers and padding.
     moved_bytes_written,
     /// Raw records that were encoded.
     records_encoded,
@@ -114,9 +114,9 @@ counters! {
     encoded_bytes_before,
     /// Payload bytes of encoded records, after encoding.
     encoded_bytes_after,
-    /// Blocks delivered whole and verified.
+    /// Blocks that were delivered completely and verified.
     blocks_read,
-    /// Bytes that reads read from devices.
+    /// Bytes read from devices by reads of blocks.
     device_bytes_read,
     /// Bytes of reads that were copied from another read of the same blocks (single flight).
     bytes_shared,
