@@ -30,9 +30,9 @@ counts! {
     over_read_bytes;
     /// Blocks whose restore failed: absent, damaged, not read in time, or refused by the store. Reads of these blocks are misses.
     lost_blocks;
-    /// Blocks that were not requested, because the queue of restores was full; they are misses.
+    /// Blocks that were not requested from the bucket, because the queue of restores was full; they are misses.
     refused_blocks;
-    /// Blocks that were not requested, because their reads had ended before the restore started.
+    /// Blocks that were not requested from the bucket, because their reads had ended before the restore started.
     abandoned_blocks;
     /// Restores started by reads.
     restores;

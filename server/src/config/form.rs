@@ -199,7 +199,7 @@ settings! {
     certificate, "tls", "certificate", "KVARTS_TLS_CERTIFICATE", "tls-certificate", "FILE", "none";
     /// The server's key, a PEM file
     key, "tls", "key", "KVARTS_TLS_KEY", "tls-key", "FILE", "none";
-    /// The authority whose certificates clients must have, a PEM file
+    /// The authority that must have signed the certificates of clients, a PEM file
     client_authority, "tls", "client_authority", "KVARTS_TLS_CLIENT_AUTHORITY", "tls-client-authority", "FILE", "none";
     /// Memory for requests, in bytes
     memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory", "SIZE", "256 MiB";
@@ -249,7 +249,7 @@ settings! {
     cluster_serve_rate, "cluster", "serve_rate", "KVARTS_CLUSTER_SERVE_RATE", "cluster-serve-rate", "SIZE", "no limit";
     /// What a put does with a block that another node already stores: store, keep (store for cluster.copy_hold) or single (do not store)
     cluster_put, "cluster", "put", "KVARTS_CLUSTER_PUT", "cluster-put", "NAME", "store";
-    /// Reads a second of a block of another node from which on the block is copied to this node; 0 for never
+    /// A block of another node is copied to this node when the block is read this often, in reads a second; 0 for never
     cluster_hot_reads, "cluster", "hot_reads", "KVARTS_CLUSTER_HOT_READS", "cluster-hot-reads", "NUMBER", "8";
     /// Time to live of automatic copies, in seconds: copies of hot blocks (cluster.hot_reads), and blocks that a put keeps (cluster.put)
     cluster_copy_hold, "cluster", "copy_hold", "KVARTS_CLUSTER_COPY_HOLD", "cluster-copy-hold", "SECONDS", "600";

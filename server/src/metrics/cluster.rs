@@ -71,7 +71,7 @@ fn directory(out: &mut String, status: &Status) {
     one(out, "kvarts_cluster_directory_entries", "gauge", help, status.entries);
     let help = "Memory of this node's part of the directory.";
     one(out, "kvarts_cluster_directory_bytes", "gauge", help, status.entry_bytes);
-    let help = "Copies omitted or dropped from this node's part of the directory because it was full.";
+    let help = "Copies that were omitted or dropped from this node's part of the directory because the part was full.";
     one(out, "kvarts_cluster_directory_refused_total", "counter", help, status.left_out);
     let help = "Parts (of 4,096) of the directory on this node that may be incomplete, because a node has not sent all of its blocks yet, or because the part was full.";
     one(out, "kvarts_cluster_directory_partial", "gauge", help, status.partial);
@@ -94,7 +94,7 @@ fn directory(out: &mut String, status: &Status) {
     let OfferCounts { forwarded, last, taken, copied, failed } = status.offers;
     let what =
         [("forwarded", forwarded), ("last", last), ("taken", taken), ("copied", copied), ("failed", failed)];
-    let help = "Blocks in offers between nodes: forwarded (offered to the owner of their chain), last (the last copy, offered before its eviction), taken (accepted by other nodes), copied (offered by other nodes and copied to this node), failed (offered by other nodes and not copied).";
+    let help = "Blocks in offers between nodes. Offers of this node: forwarded (offered to the owner of their chain), last (the last copy, offered before its eviction), taken (accepted by other nodes). Offers of other nodes: copied (copied to this node), failed (not copied).";
     labelled(out, "kvarts_cluster_offered_blocks_total", "counter", help, "what", what);
     let others = || status.nodes.iter().filter(|node| !node.is_me);
     let of = |value: fn(&kvarts_peer::node::NodeStatus) -> u64| {

@@ -93,7 +93,7 @@ pub(super) async fn render(state: &ServerState) -> String {
     out
 }
 
-const STORE_INFO: &str = "Id of the store, as a label; in a cluster it is the id of the node.";
+const STORE_INFO: &str = "Id of the store, as a label; in a cluster also the id of the node.";
 
 fn engine(out: &mut String, state: &ServerState) {
     // What the store tells and is not told here does not compile.
@@ -134,7 +134,7 @@ fn engine(out: &mut String, state: &ServerState) {
     disk_link(out, state);
     for (what, help, size) in [
         ("bytes", "Memory of the index of blocks, in bytes.", index.bytes),
-        ("blocks", "Blocks in the index, which look-ups can find.", index.blocks),
+        ("blocks", "Blocks in the index; look-ups can find these blocks.", index.blocks),
         ("records", "Records on disk that are in the index; a record has one block or more.", index.records),
     ] {
         one(out, &format!("kvarts_index_{what}"), "gauge", help, size);
@@ -197,7 +197,7 @@ fn disk_link(out: &mut String, state: &ServerState) {
     for (name, help, value) in [
         (
             "bytes_per_second",
-            "Rate of the disks, measured from the reads of the last minutes; without such reads, an assumed rate.",
+            "Rate of the disks, measured from the reads of the last minutes; if there were no reads, an assumed rate.",
             disk.link.bytes_per_ms * 1e3,
         ),
         (
@@ -217,12 +217,18 @@ fn recovery(out: &mut String, state: &ServerState) {
     let sum =
         |field: fn(&kvarts_store::engine::RecoveryReport) -> u64| reports.iter().map(field).sum::<u64>();
     let recovered = sum(|report| report.blocks);
-    one(out, "kvarts_recovery_blocks", "gauge", "Blocks found by the last start.", recovered);
+    one(out, "kvarts_recovery_blocks", "gauge", "Blocks that recovery found at the last start.", recovered);
     let problems = sum(|report| report.problems);
-    let help = "Problems found by the last start; kvarts fsck --live lists the problems.";
+    let help = "Problems that recovery found at the last start; kvarts fsck --live lists the problems.";
     one(out, "kvarts_recovery_problems", "gauge", help, problems);
     let scanned = sum(|report| report.scanned_bytes);
-    one(out, "kvarts_recovery_scanned_bytes", "gauge", "Bytes scanned by the last start.", scanned);
+    one(
+        out,
+        "kvarts_recovery_scanned_bytes",
+        "gauge",
+        "Bytes that recovery scanned at the last start.",
+        scanned,
+    );
 }
 
 /// Whether the store takes writes, and who has died.
