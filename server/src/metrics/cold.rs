@@ -47,7 +47,7 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
         out,
         "kvarts_cold_today_limit",
         "gauge",
-        "Limit of kvarts_cold_today. When the limit is reached, the server sends no more requests until midnight UTC.",
+        "Limit of kvarts_cold_today. When a limit is reached, the server sends no more requests that count towards it until midnight UTC.",
     );
     for (of, _, most) in budgets {
         let _ = writeln!(out, "kvarts_cold_today_limit{{budget=\"{of}\"}} {most}");
