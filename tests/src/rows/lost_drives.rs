@@ -470,10 +470,18 @@ impl Story {
             let written = stage::drive(stage.world(), stage.engine().checkpoint());
             written.map_err(|hang| hang.to_string())?.map_err(|error| error.to_string())?;
         }
-        // Where only what writes fails, files are half made when it is found out.
-        let kind = if self.rng.coin() { Which::Mutating } else { Which::Any };
-        let rule = Rule::new(kind, When::From(1), Effect::Errno(ERRORS[0]));
-        stage.world().disk().inject(rule.on(DirId(at)));
+        // Where segments cannot get their bytes, files are half made when it is found out.
+        let half_made = [OpKind::Allocate, OpKind::Truncate, OpKind::Remove].map(Which::Kind);
+        let kinds = if self.rng.coin() { &half_made[..] } else { &[Which::Any] };
+        for kind in kinds {
+            let rule = Rule::new(*kind, When::From(1), Effect::Errno(ERRORS[0]));
+            stage.world().disk().inject(rule.on(DirId(at)));
+        }
+        for _ in 0..16 {
+            self.write_over(&life.desks[1], if kinds.len() > 1 { 16 } else { 0 });
+        }
+        let all = Rule::new(Which::Any, When::From(1), Effect::Errno(ERRORS[0]));
+        stage.world().disk().inject(all.on(DirId(at)));
         // A delete that cannot be written there finds it out.
         self.write_over(&life.desks[1], 24);
         life.out.insert(at);
