@@ -104,7 +104,7 @@ labels! {
         eviction or a smaller budget";
     /// A used file that is too short.
     SEGMENT_TRUNCATED = "segment-truncated", Problem,
-        "the file of a segment in use is shorter than a segment must be";
+        "the file of a segment in use is shorter than the size of a segment";
     /// A fresh file that is too short.
     SEGMENT_HALF_MADE = "segment-half-made", Note,
         "power was cut before the file of a segment was first flushed; no record in this file had been acknowledged as durable";
@@ -131,7 +131,7 @@ labels! {
         "the footer of a segment that was sealed in order lacks a complete record of this generation";
     /// Blocks without a namespace.
     RECORD_UNDEFINED = "record-undefined", Problem,
-        "the record's namespace or spec is not defined before it in its segment, or the definition is damaged";
+        "no earlier record of the segment defines the record's namespace or spec, or the definition is damaged";
     /// The same where a crash may have done it.
     RECORD_UNDEFINED_TAIL = "record-undefined-tail", Note,
         "power was cut before the record's definitions were written; the record had not been acknowledged as durable";

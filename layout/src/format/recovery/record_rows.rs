@@ -329,7 +329,7 @@ pub static RECORD_ROWS: &[RecordRow] = &[
             "damage-before-durable",
             Severity::Problem,
             Decision::SkipPage,
-            "bytes that are no valid record are in place of a flushed record: bit rot or a misdirected write",
+            "bytes that are not a valid record are in place of a flushed record: bit rot or a misdirected write",
         ),
         found: &[Found::Noise],
         scan: SEARCH,
