@@ -477,8 +477,11 @@ impl Story {
             let rule = Rule::new(*kind, When::From(1), Effect::Errno(ERRORS[0]));
             stage.world().disk().inject(rule.on(DirId(at)));
         }
-        for _ in 0..16 {
-            self.write_over(&life.desks[1], if kinds.len() > 1 { 16 } else { 0 });
+        for _ in 0..if kinds.len() > 1 { 32 } else { 0 } {
+            // No more than it takes: else blocks are evicted that are looked for below.
+            if stage.engine().health().out.is_empty() {
+                self.write_over(&life.desks[1], 4);
+            }
         }
         let all = Rule::new(Which::Any, When::From(1), Effect::Errno(ERRORS[0]));
         stage.world().disk().inject(all.on(DirId(at)));

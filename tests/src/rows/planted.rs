@@ -288,7 +288,7 @@ pub const BUGS: &[Bug] = &[
     .at(69),
     bug("given-up-graves-counted", "R44", "the deletes of a drive that is opened again are counted twice")
         .at(5),
-    bug("half-made-files-counted", "R44", "files that a failed drive has half of stay in the budget"),
+    bug("half-made-files-counted", "R44", "files that a failed drive has half of stay in the budget").at(13),
     bug("forgotten-while-out", "R44", "deletes are forgotten while an absent drive may have their blocks")
         .at(1),
     bug(
