@@ -207,7 +207,7 @@ mod tests {
     fn a_run_is_as_expected_worse_noisy_or_of_no_expectation() {
         let (word, text) = said_of("layers", json!({"ratio": 0.97, "quotable": true}));
         assert_eq!(word, "as-expected");
-        assert!(text.contains("is 0.970, at least 0.900 is expected"), "{text}");
+        assert!(text.contains("is 0.970, but at least 0.900 is expected"), "{text}");
         assert_eq!(said_of("layers", json!({"ratio": 0.5})).0, "worse");
         assert_eq!(said_of("match", json!({"ratio": 0.5})).0, "as-expected");
         assert_eq!(said_of("layers", json!({"ratio": 0.97, "quotable": false})).0, "noisy");
@@ -278,7 +278,10 @@ mod tests {
         assert_eq!(said_of("layers", ratio(0.97)).0, "as-expected");
         let (word, text) = said_of("layers", ratio(0.92));
         assert_eq!(word, "undecided");
-        assert!(text.contains("0.920 (0.870 to 0.970), at least 0.900") && !text.contains("1.2"), "{text}");
+        assert!(
+            text.contains("0.920 (0.870 to 0.970), but at least 0.900") && !text.contains("1.2"),
+            "{text}"
+        );
         let (word, text) = said_of(
             "layers",
             json!({"ratio": 0.92, "ratio_interval": [0.87, 0.97], "cpu_over_checking": 1.3}),

@@ -252,7 +252,7 @@ mod tests {
         let ready = |wish| prepare(decide(&found(7), wish).unwrap(), wish, &device, 1).unwrap();
         let (decision, arena) = ready(Wish::Auto);
         assert!(arena.is_none() && decision.mode == Mode::Staging && decision.offered == Mode::Direct);
-        assert!(decision.reason.contains("has no kernel"), "{decision}");
+        assert!(decision.reason.contains("kernels for digests"), "{decision}");
         let (decision, arena) = ready(Wish::Only(Mode::Direct));
         assert!(arena.is_some() && decision.mode == Mode::Direct);
         assert!(decision.reason.contains("read through host memory"), "{decision}");

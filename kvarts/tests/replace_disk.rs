@@ -132,3 +132,40 @@ fn a_server_goes_on_without_a_dead_disk_and_an_empty_one_takes_its_place() {
         disks.0.client(&["delete", "--yes"], &["--tokens", "run", "--server", "kvarts.sock"]);
     assert_eq!(code, 0, "{out}{error}");
 }
+
+/// A node of a cluster counts its starts in each of its directories, and has its list of deletes in the first one that is there.
+#[test]
+fn a_cluster_node_goes_on_without_its_first_disk() {
+    const SOCKET: [&str; 2] = ["--server", "kvarts.sock"];
+    let alone = ["--dir", "a,b,c", "--listen-socket", "kvarts.sock", "--shards", "1"];
+    let mut server = Server::start(Scratch::new("first-disk"), &alone);
+    server.store_pages_with("pages", &SOCKET);
+    let (code, said, error) = server.kvarts(&["stat", "--json", "--server", "kvarts.sock"]);
+    assert_eq!(code, 0, "{error}");
+    let id = said.split_once("\"store\":\"").and_then(|(_, rest)| rest.split('"').next()).unwrap().to_owned();
+    let [.., high, low] = std::process::id().to_be_bytes();
+    let members = format!("epoch = 1\n[[node]]\nid = \"{id}\"\naddress = \"127.239.{high}.{low}:7440\"\n");
+    std::fs::write(server.path("members.toml"), members).unwrap();
+    let node = [&alone[..], &["--cluster", "members.toml"]].concat();
+    let number = |server: &Server, directory: &str| -> u64 {
+        let text = std::fs::read_to_string(server.path(directory).join("cluster-starts")).unwrap();
+        text.split(' ').next().unwrap().parse().unwrap()
+    };
+    server.start_again(&node);
+    assert_eq!(["a", "b", "c"].map(|directory| number(&server, directory)), [1; 3]);
+    std::fs::rename(server.path("a"), server.path("away")).unwrap();
+    server.start_again(&node);
+    let (code, said, error) = server.kvarts(&["health", "--metrics", server.metrics_address()]);
+    assert!(code == 0 && said.contains("a is out"), "{said}{error}");
+    let (code, said, error) =
+        server.client(&["delete", "--yes"], &[&["--tokens", "tokens"], &SOCKET[..]].concat());
+    assert_eq!(code, 0, "{said}{error}");
+    assert!(server.path("b/cluster-deletes").exists(), "the list is where a directory is");
+    let without = number(&server, "b");
+    assert!(without > 1 << 20, "the last start may have been counted in the directory that is out alone");
+    std::fs::rename(server.path("away"), server.path("a")).unwrap();
+    server.start_again(&node);
+    assert!(number(&server, "a") > without && number(&server, "a") == number(&server, "c"));
+    let (code, said, error) = server.client(&["match"], &[&["--tokens", "tokens"], &SOCKET[..]].concat());
+    assert_eq!(code, 1, "what was deleted is back: {said}{error}");
+}

@@ -257,7 +257,7 @@ fn clusters_that_are_impossible_are_one_line() {
     std::fs::write(&cluster, text).unwrap();
     let (code, out, error) = sim(&["--sessions", "chat", "--cluster", &cluster]);
     assert_eq!((code, out.as_str(), error.lines().count()), (Some(2), "", 1), "{error}");
-    assert!(error.contains("and there is no [network]"), "{error}");
+    assert!(error.contains("but the network is missing"), "{error}");
 }
 
 #[test]
