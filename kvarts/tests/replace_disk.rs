@@ -142,7 +142,8 @@ fn a_cluster_node_goes_on_without_its_first_disk() {
     server.store_pages_with("pages", &SOCKET);
     let (code, said, error) = server.kvarts(&["stat", "--json", "--server", "kvarts.sock"]);
     assert_eq!(code, 0, "{error}");
-    let id = said.split_once("\"store\":\"").and_then(|(_, rest)| rest.split('"').next()).unwrap().to_owned();
+    let told: serde_json::Value = serde_json::from_str(&said).unwrap();
+    let id = told["store"].as_str().unwrap();
     let [.., high, low] = std::process::id().to_be_bytes();
     let members = format!("epoch = 1\n[[node]]\nid = \"{id}\"\naddress = \"127.239.{high}.{low}:7440\"\n");
     std::fs::write(server.path("members.toml"), members).unwrap();
