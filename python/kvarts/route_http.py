@@ -284,7 +284,7 @@ async def ask(url, method, path, fields, body, timeout, tls=None):
         return Answered(reader, writer, Head(await within(timeout, reader.readuntil(b"\r\n\r\n"))))
     except (OSError, EOFError, asyncio.TimeoutError, asyncio.LimitOverrunError, Refused) as error:
         writer.close()
-        raise Lost(f"no answer of the engine: {error or f'timeout after {timeout:g} seconds'}") from None
+        raise Lost(f"no answer from the engine: {error or f'timeout after {timeout:g} seconds'}") from None
     except BaseException:
         writer.close()
         raise

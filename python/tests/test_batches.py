@@ -322,7 +322,7 @@ class Batches(Served):
             ([b""], [page], r"keys\[0\]"),
             ([7], [page], r"keys\[0\]"),
             (5, [page], r"keys"),
-            ([good[0]] * 70_000, [page], r"keys: more than"),
+            ([good[0]] * 70_000, [page], r"keys: the list has more than"),
         ]
         for names, buffers, what in wrong:
             with self.assertRaisesRegex(kvarts.Invalid, what, msg=what):
