@@ -171,7 +171,7 @@ fn said(judged: &[Judged], is_quotable: bool) -> (&'static str, String) {
         (_, 0, _) => (
             "undecided",
             format!(
-                "undecided, because the noise of this run includes the expected bound: {}; repeat on an idle \
+                "undecided, because the expected bound lies within the noise of this run: {}; repeat on an idle \
                 machine, with more rounds",
                 told(Word::Undecided)
             ),

@@ -190,7 +190,7 @@ impl Starting {
             Ok(Err(failed)) => return Err(Failure::user(failed)),
             Err(_) => {
                 tracing::info!(
-                    "the start did not end in time and was interrupted as by a kill: the next start recovers \
+                    "the server did not finish its start in time and was stopped as if killed: the next start recovers \
                     the store"
                 )
             }

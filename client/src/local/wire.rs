@@ -174,8 +174,12 @@ pub(super) fn wait_closed(stream: &UnixStream) {
 pub(super) fn connect(whom: &Whom, session: &[u8]) -> Result<Line, Reason> {
     let path = &whom.socket;
     let fault = |error: io::Error| away::of_io(path.display(), &error);
-    let other =
-        || Reason::Config(format!("{}: the server at this address has no local path", path.display()));
+    let other = || {
+        Reason::Config(format!(
+            "{}: the server at this address has no local path (shared memory): use its gRPC address",
+            path.display()
+        ))
+    };
     let stream = peer::connect(path, whom.call_timeout).map_err(fault)?;
     if whom.token.is_some() {
         peer::check(&stream, whom.server_uid).map_err(fault)?;

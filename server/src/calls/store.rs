@@ -347,7 +347,7 @@ fn target(wire: Option<proto::delete_request::Target>) -> Outcome<Target> {
         }
         Some(Wire::Everything(true)) => Ok(Target::Namespace),
         Some(Wire::Everything(false)) | None => {
-            Err(Fault::malformed("target: keys, a prefix or everything is required"))
+            Err(Fault::malformed("target: the target is missing: set keys, prefix or everything"))
         }
     }
 }

@@ -68,7 +68,7 @@ impl Memory {
         let second = rustix::io::fcntl_dupfd_cloexec(&file, 0);
         let second = second.map_err(|_| {
             Fault::busy(
-                "the server's limit of open files is reached: share fewer memories, or raise the \
+                "the server's limit of open files is reached: share fewer memory regions, or raise the \
                 limit (ulimit -n)",
             )
         })?;
@@ -143,7 +143,7 @@ fn given(
             let second = rustix::io::fcntl_dupfd_cloexec(&file, 0);
             let second = second.map_err(|_| {
                 Fault::busy(
-                    "the server's limit of open files is reached: share fewer memories, or raise the \
+                    "the server's limit of open files is reached: share fewer memory regions, or raise the \
                     limit (ulimit -n)",
                 )
             })?;
@@ -176,7 +176,7 @@ fn attached(of: (&Arc<Locals>, u32), name: Name, bytes: u64) -> Outcome<Given> {
     let file = rustix::io::fcntl_dupfd_cloexec(pool.file(), 0);
     let file = file.map_err(|_| {
         Fault::busy(
-            "the server's limit of open files is reached: share fewer memories, or raise the limit \
+            "the server's limit of open files is reached: share fewer memory regions, or raise the limit \
             (ulimit -n)",
         )
     })?;

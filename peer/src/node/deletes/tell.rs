@@ -247,7 +247,7 @@ impl ClusterNode {
         let _turn = in_time(runner, MESSAGE_TIMEOUT, taking).await.ok_or_else(|| {
             let seconds = MESSAGE_TIMEOUT.as_secs();
             format!(
-                "earlier deletes of other nodes have been under way for {seconds} s: a disk of this node \
+                "earlier deletes that other nodes requested have been under way for {seconds} s: a disk of this node \
                 is slow, or does not respond"
             )
         })?;
