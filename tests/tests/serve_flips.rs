@@ -270,7 +270,8 @@ fn a_registration_with_any_byte_changed_gives_the_name_of_no_other_model() {
             }
         }
         eprintln!("{way:?}: {tally:?} of {length} bytes");
-        assert!(tally.damaged > of_all(2), "{tally:?}");
+        // Of few bytes none may have cost the connection: by which error a change is noticed is not the question.
+        assert!(tally.damaged + tally.other > of_all(2), "{tally:?}");
     }
     scene.end();
 }

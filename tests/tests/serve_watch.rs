@@ -246,10 +246,10 @@ fn a_watcher_who_takes_runs_is_told_of_many_blocks_at_once_and_of_one_model_alon
     other.store(pages(), &other.keys(3..6), 1, Layout::FullBlock);
     deleted(&stage, desk.namespace, &keys[..10]);
     let complete = events.len();
-    while told(&events).len() != 990 {
+    // Their number alone may be the same before the last of them was told.
+    while told(&events) != sorted(&keys[10..]) {
         events.extend(take(&stage, &mut stream, 1));
     }
-    assert_eq!(told(&events), sorted(&keys[10..]));
     assert!(events.len() - complete < 200, "{} messages for 510 events", events.len() - complete);
     // From a point there is no snapshot; a point of another server is a gap, and then there is one.
     let after = events.last().unwrap().sequence;
