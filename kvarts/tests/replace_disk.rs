@@ -133,7 +133,7 @@ fn a_server_goes_on_without_a_dead_disk_and_an_empty_one_takes_its_place() {
     assert_eq!(code, 0, "{out}{error}");
 }
 
-/// A node of a cluster counts its starts in each of its directories, and has its list of deletes in the first one that is there.
+/// A node of a cluster counts its starts in each of its directories, and has its list of deletes in each of them.
 #[test]
 fn a_cluster_node_goes_on_without_its_first_disk() {
     const SOCKET: [&str; 2] = ["--server", "kvarts.sock"];
@@ -161,7 +161,10 @@ fn a_cluster_node_goes_on_without_its_first_disk() {
     let (code, said, error) =
         server.client(&["delete", "--yes"], &[&["--tokens", "tokens"], &SOCKET[..]].concat());
     assert_eq!(code, 0, "{said}{error}");
-    assert!(server.path("b/cluster-deletes").exists(), "the list is where a directory is");
+    let list = |server: &Server, directory: &str| {
+        std::fs::read(server.path(directory).join("cluster-deletes")).unwrap_or_default()
+    };
+    assert!(!list(&server, "b").is_empty() && list(&server, "b") == list(&server, "c"));
     let without = number(&server, "b");
     assert!(without > 1 << 20, "the last start may have been counted in the directory that is out alone");
     std::fs::rename(server.path("away"), server.path("a")).unwrap();
@@ -169,4 +172,10 @@ fn a_cluster_node_goes_on_without_its_first_disk() {
     assert!(number(&server, "a") > without && number(&server, "a") == number(&server, "c"));
     let (code, said, error) = server.client(&["match"], &[&["--tokens", "tokens"], &SOCKET[..]].concat());
     assert_eq!(code, 1, "what was deleted is back: {said}{error}");
+    // The directory that was away has no list, or an earlier one: the next delete is written behind what the others have.
+    let before = list(&server, "b").len();
+    let (code, said, error) =
+        server.client(&["delete", "--yes"], &[&["--tokens", "more"], &SOCKET[..]].concat());
+    assert_eq!(code, 0, "{said}{error}");
+    assert!(list(&server, "a").len() > before && list(&server, "a") == list(&server, "b"));
 }

@@ -37,7 +37,7 @@ impl Slow {
 }
 
 impl Kept for Slow {
-    fn load(&self) -> io::Result<Vec<u8>> {
+    fn load(&self) -> io::Result<Vec<Vec<u8>>> {
         self.0.load()
     }
 

@@ -246,7 +246,7 @@ fn a_watcher_who_takes_runs_is_told_of_many_blocks_at_once_and_of_one_model_alon
     other.store(pages(), &other.keys(3..6), 1, Layout::FullBlock);
     deleted(&stage, desk.namespace, &keys[..10]);
     let complete = events.len();
-    // Their number alone may be the same before the last of them was told.
+    // The number of blocks may already be right before the last events arrive.
     while told(&events) != sorted(&keys[10..]) {
         events.extend(take(&stage, &mut stream, 1));
     }

@@ -4,9 +4,9 @@
 //! A thread for each executor reads one block of 4 KiB there, again and again, while the work is done; what it waited at most says
 //! how long that executor did nothing else. Beside nothing at all it is what the machine itself makes a thread wait.
 //!
-//! Where threads are more than processors, each waits for its turn. So each wait is told twice: as it was, and less the time in which the
-//! executor, or the reader, could have run and had no processor (the longer of both, which may be a part of the other): that is the engine's
-//! own. Another thread reads a page of a file of its own on the same file system now and then: what the disk makes a read wait, it
+//! With more threads than processors, threads wait for a processor. So the report has two figures for each wait: the whole wait, and the wait
+//! without the time in which the executor, or the reader, was ready to run and had no processor (the longer of the two times, because they may
+//! overlap). The second figure is the engine's own. Another thread reads a page of a file of its own on the same file system now and then: what the disk makes a read wait, it
 //! makes that one wait, too.
 
 use std::collections::BTreeSet;

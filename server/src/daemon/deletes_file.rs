@@ -1,10 +1,11 @@
-//! The file in which this node keeps what was deleted in its cluster, in the first directory of the store that is in use. What another one has of
-//! it is what a node has that was stopped meanwhile: the others send the rest.
+//! The file in which this node keeps what was deleted in its cluster: the same in each directory of the store that is in use.
+//!
+//! A directory that was out has an earlier list, and is read together with the others; the next entry then writes the whole list everywhere.
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use kvarts_peer::node::{FILE_BYTES_MAX, Kept, Written};
 use kvarts_store::engine::Store;
@@ -20,7 +21,7 @@ pub(super) struct DeletesFile {
 
 impl fmt::Debug for DeletesFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DeletesFile({})", self.directory().display())
+        write!(f, "DeletesFile({:?})", self.directories)
     }
 }
 
@@ -31,11 +32,26 @@ impl DeletesFile {
     }
 
     /// Where it is now.
-    fn directory(&self) -> PathBuf {
+    fn in_use(&self) -> Vec<PathBuf> {
         let out = self.store.health().out;
-        let in_use = (0u16..).zip(&self.directories).find(|(at, _)| !out.contains_key(at));
-        in_use.map(|(_, directory)| directory).or(self.directories.first()).cloned().unwrap_or_default()
+        let in_use = (0u16..).zip(&self.directories).filter(|(at, _)| !out.contains_key(at));
+        in_use.map(|(_, directory)| directory.clone()).collect()
     }
+}
+
+fn append(directory: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = OpenOptions::new().append(true).open(directory.join(FILE))?;
+    file.write_all(bytes)?;
+    file.sync_data()
+}
+
+fn replace(directory: &Path, bytes: &[u8]) -> io::Result<()> {
+    let (path, new) = (directory.join(FILE), directory.join(format!("{FILE}.new")));
+    let mut file = File::create(&new)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    std::fs::rename(&new, &path)?;
+    File::open(directory)?.sync_all()
 }
 
 /// Does it where it may wait for the disk.
@@ -46,34 +62,25 @@ fn written(what: impl FnOnce() -> io::Result<()> + Send + 'static) -> Written<'s
 }
 
 impl Kept for DeletesFile {
-    fn load(&self) -> io::Result<Vec<u8>> {
-        let file = match File::open(self.directory().join(FILE)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            file => file?,
+    fn load(&self) -> io::Result<Vec<Vec<u8>>> {
+        let read = |directory: &PathBuf| {
+            let mut bytes = Vec::new();
+            match File::open(directory.join(FILE)) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                file => drop(file?.take(FILE_BYTES_MAX).read_to_end(&mut bytes)?),
+            }
+            Ok(bytes)
         };
-        let mut bytes = Vec::new();
-        file.take(FILE_BYTES_MAX).read_to_end(&mut bytes)?;
-        Ok(bytes)
+        self.in_use().iter().map(read).collect()
     }
 
     fn append(&self, bytes: Vec<u8>) -> Written<'_> {
-        let path = self.directory().join(FILE);
-        written(move || {
-            let mut file = OpenOptions::new().append(true).open(path)?;
-            file.write_all(&bytes)?;
-            file.sync_data()
-        })
+        let all = self.in_use();
+        written(move || all.iter().try_for_each(|directory| append(directory, &bytes)))
     }
 
     fn replace(&self, bytes: Vec<u8>) -> Written<'_> {
-        let directory = self.directory();
-        written(move || {
-            let (path, new) = (directory.join(FILE), directory.join(format!("{FILE}.new")));
-            let mut file = File::create(&new)?;
-            file.write_all(&bytes)?;
-            file.sync_all()?;
-            std::fs::rename(&new, &path)?;
-            File::open(directory)?.sync_all()
-        })
+        let all = self.in_use();
+        written(move || all.iter().try_for_each(|directory| replace(directory, &bytes)))
     }
 }

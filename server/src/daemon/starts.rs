@@ -1,8 +1,8 @@
 //! How often a store has started as a node of a cluster, in a file in each of its directories.
 //!
-//! The number grows with every start: by it leases and deletes of an earlier start are told from those of this one. A start without one of
-//! the directories may not know the number of the last start, which was perhaps written there alone. It then takes the seconds of the clock,
-//! which no count of starts reaches; and so does a start with a directory that has no number, where another one has.
+//! The number grows with every start: it distinguishes leases and deletes of this start from those of earlier ones. If a directory is out of
+//! use, the number of the last start may have been written there alone, and is not known. The start then takes the seconds of the clock,
+//! which no count of starts reaches. It does the same if the directories have different numbers, or some have none.
 
 use std::fs::File;
 use std::io::Write;
@@ -72,9 +72,14 @@ pub(super) fn count(in_use: &[&Path], are_some_out: bool, now_s: u64) -> Result<
     let next = next.ok_or("cluster-starts: the number of starts has reached its limit")?;
     let is_whole = !are_some_out && found.iter().all(|one| matches!(one, Ok(found) if *found == known));
     let seconds = u32::try_from(now_s.saturating_sub(SECONDS_FROM)).unwrap_or(u32::MAX - 1);
+    if are_some_out && seconds == 0 {
+        let why = "the clock of this machine is before 2020, and a directory of the store is out of use: set the clock, because the \
+            number of this start is taken from it";
+        return Err(format!("cluster-starts: {why}"));
+    }
     let now = if is_whole { next } else { next.max(seconds) };
     let written: Vec<_> = in_use.iter().map(|directory| write(directory, now)).collect();
-    // Where it could not be written another start finds less, and takes the seconds.
+    // A directory in which the write failed has another number: the next start sees that, and takes the seconds.
     match written.iter().any(Result::is_ok) {
         true => Ok(u64::from(now)),
         false => Err(written.into_iter().find_map(Result::err).unwrap_or_else(|| "no directory".to_owned())),
@@ -161,6 +166,11 @@ mod tests {
         let second = node.start(&[0, 1, 2]).unwrap();
         assert!(second > first);
         assert_eq!(read(&node.0[1]), Ok(u32::try_from(second).ok()));
+        node.1 = 0;
+        assert!(
+            node.start(&[1]).unwrap_err().contains("set the clock"),
+            "a number that may be known already"
+        );
         node.0.iter().for_each(|one| std::fs::write(one.join(FILE), "7").unwrap());
         assert!(node.start(&[0, 1, 2]).unwrap_err().contains("damaged"));
     }

@@ -155,7 +155,7 @@ impl<'a> Desk<'a> {
         let expected: Vec<_> = missing.iter().map(|&at| (at, Reason::NotHere(keys[at as usize]))).collect();
         let request = self.read_request(column, keys);
         let (_, end) = self.read(&request);
-        // Behind the first of them nothing is read in layer order: what is found missing there is told, and no more.
+        // In layer order the blocks behind the first absent one are not read, so the list may lack some of them.
         assert_eq!(
             (Some(end.usable_blocks), end.failures.first()),
             (missing.first().copied(), expected.first())

@@ -4,6 +4,7 @@
 //! What follows a frame that is not whole is not read: a power cut may leave that at the end. Each entry that was acknowledged is
 //! with other nodes as well, which tell it again.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
 use std::io;
@@ -30,8 +31,8 @@ pub type Written<'a> = Pin<Box<dyn Future<Output = io::Result<()>> + Send + 'a>>
 
 /// Where a node keeps its list of deletes.
 pub trait Kept: Send + Sync + fmt::Debug {
-    /// All of it; nothing if there was none. It is asked for once, at the start.
-    fn load(&self) -> io::Result<Vec<u8>>;
+    /// Each copy of it; an empty one where there was none. It is asked for once, at the start.
+    fn load(&self) -> io::Result<Vec<Vec<u8>>>;
     /// Puts bytes at the end, durably.
     fn append(&self, bytes: Vec<u8>) -> Written<'_>;
     /// Puts bytes in the place of all that there are, durably; a crash leaves the old ones or the new ones.
@@ -50,8 +51,8 @@ impl InMemory {
 }
 
 impl Kept for InMemory {
-    fn load(&self) -> io::Result<Vec<u8>> {
-        Ok(self.bytes().clone())
+    fn load(&self) -> io::Result<Vec<Vec<u8>>> {
+        Ok(vec![self.bytes().clone()])
     }
 
     fn append(&self, bytes: Vec<u8>) -> Written<'_> {
@@ -103,6 +104,19 @@ pub(super) fn read(image: &[u8]) -> Found {
         left = rest;
     }
     Found { entries, is_whole: left.is_empty() }
+}
+
+/// What copies say together, and whether they are equal: one that was not written for a while lacks entries that another has. Of each node
+/// in the order of its entries, by which others know how far they have come.
+pub(super) fn read_all(images: &[Vec<u8>]) -> (Found, bool) {
+    let mut copies: Vec<Found> = images.iter().map(|image| read(image)).collect();
+    let is_whole = copies.iter().all(|copy| copy.is_whole);
+    if images.windows(2).all(|two| two.first() == two.last()) {
+        let entries = copies.pop().map_or_else(Vec::new, |copy| copy.entries);
+        return (Found { entries, is_whole }, true);
+    }
+    let all: BTreeMap<_, _> = copies.into_iter().flat_map(|copy| copy.entries).collect();
+    (Found { entries: all.into_iter().collect(), is_whole }, false)
 }
 
 fn next(bytes: &[u8]) -> Option<(Listed, &[u8])> {
@@ -158,6 +172,26 @@ mod tests {
                 prop_assert!(!found.is_whole, "bit {}", bit);
                 flipped[bit / 8] ^= 1 << (bit % 8);
             }
+        }
+
+        #[test]
+        fn of_copies_of_which_some_were_not_written_for_a_while_nothing_is_missing_and_nothing_is_twice(
+            entries in prop::collection::vec(some(), 1..6), first in 0..6usize, torn in 0..40usize
+        ) {
+            let all: BTreeMap<_, _> = entries.into_iter().collect();
+            let all: Vec<_> = all.into_iter().collect();
+            let first = first.min(all.len());
+            let ((early, _), (late, _), (whole, _)) = (written(&all[..first]), written(&all[first..]), written(&all));
+            for images in [vec![early.clone(), late.clone()], vec![late, early.clone()], vec![Vec::new(), whole.clone()]] {
+                let (found, are_equal) = read_all(&images);
+                prop_assert_eq!((&found.entries, found.is_whole), (&all, true));
+                prop_assert!(!are_equal);
+            }
+            let (found, are_equal) = read_all(&[whole.clone(), whole.clone()]);
+            prop_assert_eq!((&found.entries, found.is_whole, are_equal), (&all, true, true));
+            let cut = whole[..whole.len() - 1 - torn % (whole.len() - MAGIC.len())].to_vec();
+            let (found, are_equal) = read_all(&[cut, whole]);
+            prop_assert_eq!((&found.entries, are_equal), (&all, false));
         }
 
         #[test]

@@ -110,8 +110,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Deletes {
     /// What this node kept; the latest time below which something was deleted.
     pub(super) fn load(kept: &Arc<dyn Kept>, others: &[NodeId]) -> Result<(Self, u64), String> {
-        let image = kept.load().map_err(|error| format!("the list of deletes cannot be read: {error}"))?;
-        let found = kept::read(&image);
+        let images = kept.load().map_err(|error| format!("the list of deletes cannot be read: {error}"))?;
+        let (found, are_equal) = kept::read_all(&images);
         if !found.is_whole {
             tracing::warn!(
                 entries = found.entries.len(),
@@ -124,7 +124,10 @@ impl Deletes {
             // Who has it says so at the first connection.
             log.add(name, entry, others.iter().copied());
         }
-        let keeper = Keeper { kept: Arc::clone(kept), is_doubtful: !found.is_whole || image.is_empty() };
+        let keeper = Keeper {
+            kept: Arc::clone(kept),
+            is_doubtful: !found.is_whole || !are_equal || images.iter().any(Vec::is_empty),
+        };
         let deletes = Self {
             is_settled: AtomicBool::new(log.is_settled()),
             log: Mutex::new(log),

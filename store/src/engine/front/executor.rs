@@ -267,7 +267,7 @@ impl Executor {
                 Message::Adopt { shared, shards, told, reply, .. } => {
                     let batch = Batch::beside(shards.len());
                     let adopted = own.adopt(&shared, shards, (told.as_deref(), batch)).await;
-                    // What was told is the caller's to drop, which takes long.
+                    // The caller drops the set of deletes, which takes milliseconds.
                     drop(told);
                     let _ = reply.send(adopted);
                 }

@@ -23,7 +23,7 @@ use crate::conformance::pages;
 use crate::fixture;
 use crate::nodes::tasks::Owner;
 use crate::nodes::town::{Town, USERS};
-use crate::rows::pool::{States, until};
+use crate::rows::pool::until;
 use crate::rows::{Row, Tally};
 use crate::sim::{Effect, OpKind, Rng, Rule, Seed, When, Which};
 
@@ -492,15 +492,6 @@ fn one(seed: Seed) -> Result<u128, String> {
     Ok(course.scene.town.log().0)
 }
 
-fn seeds(seed: Seed, states: &States) -> Result<(), String> {
-    let digest = one(seed)?;
-    states.reach(digest);
-    if seed.0.is_multiple_of(16) && one(seed)? != digest {
-        return Err("the same seed went another way the second time".to_owned());
-    }
-    Ok(())
-}
-
 /// Row R46.
 pub(in crate::rows) fn row() -> Row {
     Row {
@@ -508,6 +499,6 @@ pub(in crate::rows) fn row() -> Row {
         what: "what stands still, hangs or is hostile, all at once, beside a tenant that behaves",
         counts: "courses",
         targets: [10, 2_000, 40_000],
-        run: |ask, target| -> Tally { until(ask, target, seeds) },
+        run: |ask, target| -> Tally { until(ask, target, |seed, states| super::replayed(seed, states, one)) },
     }
 }
