@@ -10,6 +10,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tracing_subscriber::filter::Targets;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 
 use crate::files;
 use kvarts_server::config::{Config, LogFormat, Settings};
@@ -152,11 +154,12 @@ fn announce(config: &Config, daemon: &Daemon, out: &mut dyn Write) -> Result<(),
     match config.log_format {
         LogFormat::Text => writeln!(out, "{serving}")?,
         LogFormat::Json => {
-            writeln!(
-                out,
-                "{}",
-                json!({ "level": "INFO", "fields": { "message": serving }, "target": "kvarts" })
-            )?;
+            let mut now = String::new();
+            // It fails for no time that a clock has.
+            let _ = SystemTime.format_time(&mut Writer::new(&mut now));
+            let fields = json!({ "message": serving });
+            let line = json!({ "timestamp": now, "level": "INFO", "fields": fields, "target": "kvarts" });
+            writeln!(out, "{line}")?;
         }
     }
     out.flush()?;

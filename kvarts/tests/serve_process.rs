@@ -524,6 +524,8 @@ fn a_log_for_programs_has_the_line_of_the_start_in_its_form() {
     let told: serde_json::Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line:?}"));
     let message = told["fields"]["message"].as_str().unwrap();
     assert!(message.starts_with("serving grpc=127.0.0.1:") && told["level"] == "INFO", "{line}");
+    let time = told["timestamp"].as_str().unwrap_or_default();
+    assert!(time.starts_with("20") && time.ends_with('Z'), "{line}");
 }
 
 /// What a start refuses before it makes anything a check of the configuration refuses as well, in the same words.

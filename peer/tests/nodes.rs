@@ -487,7 +487,7 @@ async fn blocks_of_a_node_that_is_gone_are_not_counted_and_a_read_of_them_fails_
         panic!("{what}");
     };
     let found = until("all blocks can be read", &|found| found.blocks.iter().all(|there| *there)).await;
-    assert_eq!((found.with, found.unreadable), ([(b.id(), 64)].into(), [].into()));
+    assert_eq!((found.with, found.unreadable), ([(b.id(), (0..64).collect())].into(), [].into()));
     nodes[1].stop();
     let found = until("none is counted", &|found| !found.blocks.contains(&true)).await;
     assert!(found.with.is_empty() && found.unreadable.keys().eq([&b.id()]), "{found:?}");

@@ -7,6 +7,7 @@ use crate::served::{ClientStage, Served};
 use kvarts_client::Client;
 use kvarts_contract::api::{DeleteRequest, KvStore, Order, ReadEnd, ReadRequest, Target};
 use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::arena::Within;
 use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockKey, Layout, NamespaceId};
 use kvarts_server::state::auth::TokenHash;
@@ -95,8 +96,9 @@ fn all_memory_of_requests_can_be_had_however_much_of_it_keeps_tiles() {
     // Large pieces until one has to wait.
     let mut context = Context::from_waker(Waker::noop());
     let (mut held, mut waits) = (Vec::new(), None);
+    let all = Within { own: 0..0, shared: 0..memory.usage()[0].total };
     while waits.is_none() {
-        let mut taking = Box::pin(memory.take(memory.piece_max()));
+        let mut taking = Box::pin(memory.take(memory.piece_max(), &all));
         match taking.as_mut().poll(&mut context) {
             Poll::Ready(piece) => held.push(piece.unwrap()),
             Poll::Pending => waits = Some(taking),

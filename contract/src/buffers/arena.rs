@@ -7,6 +7,9 @@
 //! Who waits is served in the order of asking. Whatever is too large for what is free is not starved by what is smaller:
 //! a range is set apart for the caller that has waited longest, in which nothing else is handed out until all of it is free. Outside of it
 //! others go on. A piece that returns is given to those who can go on with it, and they alone are woken.
+//!
+//! Pieces are contiguous, so pieces that are held leave gaps. Where several users must not hinder each other, each names the ranges in
+//! which its pieces may lie ([`Within`]): one of its own, and one that it shares with others. No gaps of others are in its own range.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -30,10 +33,28 @@ pub struct ArenaUse {
     pub total: usize,
 }
 
+/// Where the pieces of one user may lie, in bytes of the region: in its own range first, in which nobody else has pieces, and in one that
+/// is shared with others. Either may be empty.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Within {
+    /// The range of this user.
+    pub own: Range<usize>,
+    /// The range of all.
+    pub shared: Range<usize>,
+}
+
+impl Within {
+    /// Those of its ranges in which a piece of `len` bytes may lie, its own first.
+    fn ranges(&self, len: usize) -> impl Iterator<Item = &Range<usize>> {
+        [&self.own, &self.shared].into_iter().filter(move |range| range.len() >= len)
+    }
+}
+
 /// A caller that waits.
 #[derive(Debug)]
 struct Waiting {
     len: usize,
+    within: Within,
     waker: Waker,
     /// Where his piece is, once it is his.
     given: Option<usize>,
@@ -41,30 +62,37 @@ struct Waiting {
 
 #[derive(Debug)]
 struct Free {
-    /// Which part of the region it is.
-    part: Range<usize>,
     /// Free ranges by offset; neighbours are always merged.
     ranges: BTreeMap<usize, usize>,
     /// Who waits, by number, the longest first; and who was given a piece and has not come for it.
     queue: BTreeMap<u64, Waiting>,
     next: u64,
-    /// Who has waited longest, and what is set apart for him.
-    apart: Option<(u64, Range<usize>)>,
+    /// By where the range begins in which he waits for room: who has waited longest there, and what is set apart for him.
+    apart: BTreeMap<usize, (u64, Range<usize>)>,
     used: usize,
     used_max: usize,
 }
 
 impl Free {
-    /// A free range of `len` bytes, none of it in `apart`.
-    fn find(&self, len: usize, apart: Option<&Range<usize>>) -> Option<usize> {
-        let none = self.part.end..self.part.end;
-        let apart = apart.unwrap_or(&none);
-        self.ranges.iter().find_map(|(&start, &bytes)| {
-            let end = start + bytes;
-            let before = start..end.min(apart.start);
-            let behind = start.max(apart.end)..end;
-            [before, behind].into_iter().find(|part| part.end >= part.start + len).map(|part| part.start)
+    /// A free range of `len` bytes that the caller with this number may have, or one who does not wait yet.
+    fn find(&self, len: usize, within: &Within, number: Option<u64>) -> Option<usize> {
+        within.ranges(len).find_map(|range| {
+            let apart = self.apart.get(&range.start).filter(|(first, _)| Some(*first) != number);
+            let apart = apart.map_or(range.end..range.end, |(_, apart)| apart.clone());
+            self.free_in(range).find_map(|(start, end)| {
+                let before = start..end.min(apart.start);
+                let behind = start.max(apart.end)..end;
+                [before, behind].into_iter().find(|part| part.end >= part.start + len).map(|part| part.start)
+            })
         })
+    }
+
+    /// What is free of a range: where each part begins and ends.
+    fn free_in(&self, range: &Range<usize>) -> impl Iterator<Item = (usize, usize)> {
+        let (begin, end) = (range.start, range.end);
+        let first = self.ranges.range(..=begin).next_back().map_or(begin, |(&start, _)| start);
+        let parts = self.ranges.range(first..end.max(first)).map(|(&start, &bytes)| (start, start + bytes));
+        parts.map(move |(from, to)| (from.max(begin), to.min(end))).filter(|(from, to)| from < to)
     }
 
     /// Hands out a free range.
@@ -96,42 +124,45 @@ impl Free {
     }
 
     /// Sets apart the range that is soonest free, as far as can be told: around the largest one that is. It stays the
-    /// same, or it would never be free.
-    fn set_apart(&mut self, number: u64, len: usize) {
-        let largest = self.ranges.iter().max_by_key(|(_, bytes)| **bytes);
-        let largest = largest.map_or(self.part.start, |(&start, _)| start);
-        let start = largest.min(self.part.end.saturating_sub(len)).max(self.part.start);
-        self.apart.get_or_insert((number, start..start + len));
-    }
-
-    /// A free range for a caller that does not wait yet.
-    fn find_now(&self, len: usize) -> Option<usize> {
-        self.find(len, self.apart.as_ref().map(|(_, range)| range))
+    /// same, or it would never be free. It lies in the caller's own range if there is one for it.
+    fn set_apart(&mut self, number: u64, len: usize, within: &Within) {
+        let Some(range) = within.ranges(len).next().filter(|range| !self.apart.contains_key(&range.start))
+        else {
+            return;
+        };
+        let largest = self.free_in(range).max_by_key(|(start, end)| end - start);
+        let largest = largest.map_or(range.start, |(start, _)| start);
+        let start = largest.min(range.end - len);
+        self.apart.insert(range.start, (number, start..start + len));
     }
 
     /// Gives pieces to those who can go on with what is free, in the order in which they came. They are to be woken.
     fn serve(&mut self) -> Vec<Waker> {
-        let of = |(number, one): (&u64, &Waiting)| one.given.is_none().then_some((*number, one.len));
-        let waiting: Vec<(u64, usize)> = self.queue.iter().filter_map(of).collect();
-        let (mut woken, mut too_long) = (Vec::new(), usize::MAX);
-        self.apart.take_if(|(number, _)| waiting.first().is_none_or(|first| first.0 != *number));
-        for (number, len) in waiting {
-            let is_first = self.apart.as_ref().is_none_or(|(first, _)| *first == number);
-            // Where a shorter piece was not found, a longer one is not.
-            let found = match is_first {
-                true => self.find(len, None),
-                false if len < too_long => self.find(len, self.apart.as_ref().map(|(_, range)| range)),
-                false => None,
-            };
+        let queue = &self.queue;
+        let waits = |number: &u64| queue.get(number).is_some_and(|one| one.given.is_none());
+        self.apart.retain(|_, (number, _)| waits(number));
+        let of = |(number, one): (&u64, &Waiting)| {
+            one.given.is_none().then(|| (*number, one.len, one.within.clone()))
+        };
+        let waiting: Vec<(u64, usize, Within)> = queue.iter().filter_map(of).collect();
+        let mut woken = Vec::new();
+        // Where a shorter piece was not found, a longer one is not.
+        let mut too_long: BTreeMap<[usize; 2], usize> = BTreeMap::new();
+        for (number, len, within) in waiting {
+            let most = too_long.entry([within.own.start, within.shared.start]).or_insert(usize::MAX);
+            let is_first = self.apart.values().any(|(first, _)| *first == number);
+            let found = if is_first || len < *most { self.find(len, &within, Some(number)) } else { None };
             match (found, self.queue.get_mut(&number)) {
                 (Some(offset), Some(one)) => {
                     one.given = Some(offset);
                     woken.push(one.waker.clone());
                     self.hand_out(offset, len);
-                    self.apart.take_if(|(first, _)| *first == number);
+                    self.apart.retain(|_, (first, _)| *first != number);
                 }
-                _ if is_first => self.set_apart(number, len),
-                _ => too_long = too_long.min(len),
+                _ => {
+                    self.set_apart(number, len, &within);
+                    *most = len.min(*most);
+                }
             }
         }
         woken
@@ -140,6 +171,8 @@ impl Free {
 
 struct Shared {
     region: Arc<Region>,
+    /// Which part of the region it is.
+    part: Range<usize>,
     free: Mutex<Free>,
 }
 
@@ -219,14 +252,13 @@ impl Arena {
     fn of(region: Arc<Region>, part: Range<usize>) -> Self {
         let free = Free {
             ranges: BTreeMap::from([(part.start, part.len())]),
-            part,
             queue: BTreeMap::new(),
             next: 0,
-            apart: None,
+            apart: BTreeMap::new(),
             used: 0,
             used_max: 0,
         };
-        Self(Arc::new(Shared { region, free: Mutex::new(free) }))
+        Self(Arc::new(Shared { region, part, free: Mutex::new(free) }))
     }
 
     /// The region, for registering it.
@@ -234,12 +266,23 @@ impl Arena {
         &self.0.region
     }
 
+    /// All of the arena, for one user.
+    fn whole(&self) -> Within {
+        let part = &self.0.part;
+        Within { own: part.start..part.start, shared: part.clone() }
+    }
+
     /// A buffer of exactly `len` bytes that begins on a page, or `None` if no free range is long enough now.
     pub fn try_take(&self, len: usize) -> Option<BufMut> {
+        self.try_take_within(len, &self.whole())
+    }
+
+    /// The same, in ranges of the arena that begin and end on pages.
+    pub fn try_take_within(&self, len: usize, within: &Within) -> Option<BufMut> {
         let pages = len.max(1).checked_next_multiple_of(PAGE)?;
         let offset = {
             let mut free = self.0.lock();
-            let offset = free.find_now(pages)?;
+            let offset = free.find(pages, within, None)?;
             free.hand_out(offset, pages);
             offset
         };
@@ -248,13 +291,16 @@ impl Arena {
 
     /// A buffer of exactly `len` bytes as soon as there is room, or `None` if the whole arena is smaller.
     pub async fn take(&self, len: usize) -> Option<BufMut> {
+        self.take_within(len, &self.whole()).await
+    }
+
+    /// The same, in ranges of the arena that begin and end on pages: `None` if each of them is smaller.
+    pub async fn take_within(&self, len: usize, within: &Within) -> Option<BufMut> {
         let pages = len.max(1).checked_next_multiple_of(PAGE)?;
-        if pages > self.0.lock().part.len() {
-            return None;
-        }
+        within.ranges(pages).next()?;
         let mut place = None;
         let offset = poll_fn(|context| match &place {
-            None => match self.take_or_wait(pages, context.waker()) {
+            None => match self.take_or_wait(pages, within, context.waker()) {
                 Ok(offset) => Poll::Ready(offset),
                 Err(waiting) => {
                     place = Some(waiting);
@@ -268,16 +314,16 @@ impl Arena {
     }
 
     /// A free range, or a place in the queue.
-    fn take_or_wait(&self, len: usize, waker: &Waker) -> Result<usize, Place<'_>> {
+    fn take_or_wait(&self, len: usize, within: &Within, waker: &Waker) -> Result<usize, Place<'_>> {
         let mut free = self.0.lock();
-        if let Some(offset) = free.find_now(len) {
+        if let Some(offset) = free.find(len, within, None) {
             free.hand_out(offset, len);
             return Ok(offset);
         }
         let number = free.next;
         free.next += 1;
-        free.queue.insert(number, Waiting { len, waker: waker.clone(), given: None });
-        free.set_apart(number, len);
+        free.queue.insert(number, Waiting { len, within: within.clone(), waker: waker.clone(), given: None });
+        free.set_apart(number, len, within);
         Err(Place { arena: &self.0, number, len })
     }
 
@@ -289,7 +335,7 @@ impl Arena {
     /// How full the arena is.
     pub fn usage(&self) -> ArenaUse {
         let free = self.0.lock();
-        ArenaUse { used: free.used, used_max: free.used_max, total: free.part.len() }
+        ArenaUse { used: free.used, used_max: free.used_max, total: self.0.part.len() }
     }
 }
 
@@ -351,6 +397,43 @@ mod tests {
         drop(held);
         assert!(matches!(waits.as_mut().poll(&mut context), Poll::Ready(Some(_))));
         assert_eq!(second.usage().total, 2 * PAGE);
+    }
+
+    #[test]
+    fn pieces_of_others_leave_no_gaps_in_a_range_of_ones_own() {
+        let arena = arena(12);
+        let of = |number: usize| {
+            let start = number * 3 * PAGE;
+            Within { own: start..start + 3 * PAGE, shared: 6 * PAGE..12 * PAGE }
+        };
+        // One user fills what it may have, and gives every second page back.
+        let mut held: Vec<_> =
+            std::iter::from_fn(|| arena.try_take_within(PAGE, &of(0))).enumerate().collect();
+        assert_eq!(held.len(), 9);
+        held.retain(|(at, _)| at % 2 == 0);
+        assert!(arena.try_take_within(2 * PAGE, &of(0)).is_none(), "it has gaps itself");
+        // One that waits has a range set apart where it may lie, and hinders no other.
+        let mut context = std::task::Context::from_waker(Waker::noop());
+        let within = of(0);
+        let mut waits = std::pin::pin!(arena.take_within(3 * PAGE, &within));
+        assert!(waits.as_mut().poll(&mut context).is_pending());
+        let own = arena.try_take_within(3 * PAGE, &of(1)).expect("it is its own");
+        assert_eq!(own.offset(), 3 * PAGE);
+        // Too long for any range of its own.
+        assert!(arena.try_take_within(4 * PAGE, &of(1)).is_none());
+        let within = of(1);
+        let mut large = std::pin::pin!(arena.take_within(6 * PAGE, &within));
+        let mut larger = std::pin::pin!(arena.take_within(7 * PAGE, &within));
+        assert!(large.as_mut().poll(&mut context).is_pending());
+        assert!(matches!(larger.as_mut().poll(&mut context), Poll::Ready(None)));
+        let begins = |(_, piece): &(usize, BufMut)| piece.offset();
+        held.retain(|one| begins(one) >= 3 * PAGE);
+        assert!(matches!(waits.as_mut().poll(&mut context), Poll::Ready(Some(piece)) if piece.offset() == 0));
+        assert!(large.as_mut().poll(&mut context).is_pending());
+        held.clear();
+        assert!(
+            matches!(large.as_mut().poll(&mut context), Poll::Ready(Some(piece)) if piece.offset() == 6 * PAGE)
+        );
     }
 
     #[test]
@@ -502,6 +585,50 @@ mod tests {
             }
             held.clear();
             prop_assert!(arena.try_take(16 * PAGE).is_some());
+        }
+
+        #[test]
+        fn users_lie_where_they_may_and_one_with_nothing_has_its_range(
+            steps in prop::collection::vec((0usize..3, 1usize..=6, 0usize..4), 1..200),
+        ) {
+            let arena = arena(24);
+            let of = |user: usize| {
+                let start = user * 4 * PAGE;
+                Within { own: start..start + 4 * PAGE, shared: 12 * PAGE..24 * PAGE }
+            };
+            let within: Vec<Within> = (0..3).map(of).collect();
+            let mut held: Vec<(usize, BufMut)> = Vec::new();
+            let mut waiting: Vec<(usize, _)> = Vec::new();
+            for (user, pages, what) in steps {
+                match what {
+                    0 if !held.is_empty() => drop(held.swap_remove(pages % held.len())),
+                    1 if !waiting.is_empty() => drop(waiting.remove(pages % waiting.len())),
+                    _ => {
+                        let taking: Taking<'_> = Box::pin(arena.take_within(pages * PAGE, &within[user]));
+                        waiting.push((user, (taking, Arc::default())));
+                    }
+                }
+                waiting.retain_mut(|(user, one)| poll(one).map(|buf| held.push((*user, buf))).is_none());
+                let mut ranges: Vec<_> = held.iter().map(|(_, buf)| (buf.offset(), buf.len())).collect();
+                ranges.sort_unstable();
+                prop_assert!(ranges.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0));
+                for (user, buf) in &held {
+                    let lies = buf.offset()..buf.offset() + buf.len();
+                    let is_in = |range: &Range<usize>| range.start <= lies.start && lies.end <= range.end;
+                    prop_assert!([&within[*user].own, &within[*user].shared].into_iter().any(is_in));
+                }
+                for (user, within) in within.iter().enumerate() {
+                    let has = held.iter().any(|(one, _)| *one == user) || waiting.iter().any(|(one, _)| *one == user);
+                    prop_assert!(has || arena.try_take_within(4 * PAGE, within).is_some());
+                }
+            }
+            while !waiting.is_empty() {
+                prop_assert!(!held.is_empty(), "who waits for what is free waits for ever");
+                held.remove(0);
+                waiting.retain_mut(|(user, one)| poll(one).map(|buf| held.push((*user, buf))).is_none());
+            }
+            held.clear();
+            prop_assert!(arena.try_take(24 * PAGE).is_some());
         }
 
         #[test]

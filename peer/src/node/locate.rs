@@ -91,12 +91,12 @@ struct Known {
 pub struct Together {
     /// Of each block whether it can be read.
     pub blocks: Vec<bool>,
-    /// How many may be with nodes that are not known: who holds their part of the directory did not answer, or is not whole.
-    pub unasked: u32,
-    /// How many blocks that are not here each node has.
-    pub with: BTreeMap<NodeId, u32>,
-    /// How many of those that cannot be read each node is said to have to which there is no way now.
-    pub unreadable: BTreeMap<NodeId, u32>,
+    /// Places of blocks that may be with nodes that are not known: who holds their part of the directory did not answer, or is not whole.
+    pub unasked: Vec<u32>,
+    /// Places of blocks that are not here and that each node has.
+    pub with: BTreeMap<NodeId, Vec<u32>>,
+    /// Places of those that cannot be read and that each node is said to have to which there is no way now.
+    pub unreadable: BTreeMap<NodeId, Vec<u32>>,
 }
 
 /// What is known of some blocks' copies.
@@ -180,7 +180,8 @@ impl ClusterNode {
             return together;
         }
         let located = self.locate(&tags, timeout).await;
-        together.unasked = located.unasked.len() as u32;
+        let unasked = located.unasked.iter().filter_map(|at| places.get(*at));
+        together.unasked = unasked.map(|place| *place as u32).collect();
         let lanes = self.lanes();
         let mut known: BTreeMap<NodeId, bool> = BTreeMap::new();
         for (place, nodes) in places.into_iter().zip(&located.copies) {
@@ -190,8 +191,8 @@ impl ClusterNode {
             let is_there = nodes.iter().any(&mut can_read);
             for node in nodes.iter().filter(|node| **node != self.me) {
                 match (is_there, can_read(node)) {
-                    (true, true) => *together.with.entry(*node).or_default() += 1,
-                    (false, _) => *together.unreadable.entry(*node).or_default() += 1,
+                    (true, true) => together.with.entry(*node).or_default().push(place as u32),
+                    (false, _) => together.unreadable.entry(*node).or_default().push(place as u32),
                     (true, false) => {}
                 }
             }

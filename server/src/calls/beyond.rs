@@ -22,25 +22,42 @@ const LOOKUP_TIMEOUT: Duration = Duration::from_millis(50);
 /// What a way to another node is taken for before anything came over it: a network of 10 Gbit/s, and a read of a disk.
 pub(super) const UNMEASURED: Link = Link { latency_ms: 1.0, bytes_per_ms: 1.25e6, outstanding_bytes: 0 };
 
+/// Blocks of a prompt, each of which counts once, in however many columns it was found.
+#[derive(Debug, Default)]
+pub(crate) struct Blocks(Vec<bool>);
+
+impl Blocks {
+    fn add(&mut self, places: &[u32]) {
+        for place in places.iter().map(|place| *place as usize) {
+            self.0.resize(self.0.len().max(place + 1), false);
+            self.0[place] = true;
+        }
+    }
+
+    pub(crate) fn count(&self) -> u32 {
+        self.0.iter().filter(|is_one| **is_one).count() as u32
+    }
+}
+
 /// Which blocks of a prompt this node and others have together.
 #[derive(Debug, Default)]
 pub(crate) struct Together {
     pub(crate) columns: BTreeMap<(Group, Coordinate), Vec<bool>>,
     /// Blocks of which it is not known whether other nodes have them.
-    pub(crate) unasked: u32,
+    pub(crate) unasked: Blocks,
     /// Of other nodes, blocks that are not here: those that can be read from them now, and those that can be read nowhere.
-    pub(crate) with: BTreeMap<NodeId, (u32, u32)>,
+    pub(crate) with: BTreeMap<NodeId, (Blocks, Blocks)>,
 }
 
 impl Together {
     fn add(&mut self, column: (Group, Coordinate), found: Found) {
         self.columns.insert(column, found.blocks);
-        self.unasked += found.unasked;
+        self.unasked.add(&found.unasked);
         for (node, blocks) in found.with {
-            self.with.entry(node).or_default().0 += blocks;
+            self.with.entry(node).or_default().0.add(&blocks);
         }
         for (node, blocks) in found.unreadable {
-            self.with.entry(node).or_default().1 += blocks;
+            self.with.entry(node).or_default().1.add(&blocks);
         }
     }
 }
@@ -113,5 +130,30 @@ fn to_others(node: &ClusterNode) -> Link {
         },
         outstanding_bytes: outstanding / (paths.len() as u64).max(1),
         ..UNMEASURED
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvarts_layout::Coordinate;
+
+    #[test]
+    fn a_block_counts_once_in_however_many_columns_it_was_found() {
+        let (one, other) = (NodeId([1; 16]), NodeId([2; 16]));
+        let mut together = Together::default();
+        for rank in 0..3u16 {
+            let found = Found {
+                blocks: vec![false; 4],
+                unasked: (0..4).collect(),
+                with: [(one, vec![1, 3])].into(),
+                unreadable: [(other, vec![2 - u32::from(rank)])].into(),
+            };
+            let coordinate = Coordinate { tensor: rank, ..Coordinate::default() };
+            together.add((Group(0), coordinate), found);
+        }
+        let counts = |node| together.with.get(&node).map(|(has, lost)| (has.count(), lost.count()));
+        assert_eq!((together.unasked.count(), together.columns.len()), (4, 3));
+        assert_eq!([counts(one), counts(other)], [Some((2, 0)), Some((0, 3))]);
     }
 }

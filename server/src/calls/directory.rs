@@ -13,7 +13,7 @@ use kvarts_wire::proto;
 use kvarts_wire::proto::match_reply::{InCluster, in_cluster};
 use tokio::time::Instant;
 
-use super::beyond::{self, Together};
+use super::beyond::{self, Blocks, Together};
 use super::call::Call;
 use super::convert;
 use super::fault::{Fault, Outcome};
@@ -101,7 +101,7 @@ pub(crate) async fn of_cluster(
     Ok(Some(InCluster {
         longest: Some(convert::wire_boundary(&usable.longest)),
         cheapest: Some(convert::wire_boundary(&usable.cheapest)),
-        unasked: together.unasked,
+        unasked: together.unasked.count(),
         holders: holders(node, together),
     }))
 }
@@ -112,10 +112,11 @@ fn holders(node: &ClusterNode, together: &Together) -> Vec<in_cluster::Holder> {
         return Vec::new();
     }
     let status = node.status();
-    let holder = |(id, (blocks, unreadable)): (&NodeId, &(u32, u32))| {
+    let holder = |(id, (blocks, unreadable)): (&NodeId, &(Blocks, Blocks))| {
+        let (blocks, unreadable) = (blocks.count(), unreadable.count());
         let known = status.nodes.iter().find(|known| known.member.id == *id);
         let trouble = match known {
-            _ if *unreadable == 0 => String::new(),
+            _ if unreadable == 0 => String::new(),
             Some(known) if !known.trouble.is_empty() => known.trouble.clone(),
             Some(known) if known.path.is_none() => "this node has no connection to the other node".to_owned(),
             Some(_) => "the blocks of the other node cannot be read now".to_owned(),
@@ -124,8 +125,8 @@ fn holders(node: &ClusterNode, together: &Together) -> Vec<in_cluster::Holder> {
         in_cluster::Holder {
             node: id.0.to_vec().into(),
             address: known.map(|known| known.member.address.clone()).unwrap_or_default(),
-            blocks: *blocks,
-            unreadable: *unreadable,
+            blocks,
+            unreadable,
             trouble,
         }
     };

@@ -314,7 +314,7 @@ impl Sending {
             let charge = state.charge(tenant, bytes).await?;
             Some(match next.cached {
                 Some(_) => (None, charge),
-                None => (Some(state.memory.take(bytes).await?), charge),
+                None => (Some(state.take_charged(tenant, bytes).await?), charge),
             })
         };
         let wait = tokio::select! {
@@ -340,7 +340,7 @@ impl Sending {
         let bytes = next.tile.bytes(&self.download.shape);
         let paid = tenant.try_pay(bytes)?;
         let charge = state.try_charge(tenant, bytes)?;
-        Some((state.memory.take_spare(bytes)?, (charge, paid)))
+        Some((state.take_spare(tenant, bytes)?, (charge, paid)))
     }
 
     /// Bytes of the next tile, as things are now.

@@ -9,13 +9,15 @@
 //! request waits.
 //!
 //! Where there are several tenants, each has a share of both that no other can take (`parts`), so that slow clients of some
-//! tenants leave room for those of others.
+//! tenants leave room for those of others. A share is a range of the memory: pieces are contiguous, and pieces that others hold
+//! would leave gaps in it otherwise.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kvarts_contract::buffers::arena::{Arena, ArenaUse};
+use kvarts_contract::buffers::arena::{Arena, ArenaUse, Within};
 use kvarts_contract::buffers::{Buf, BufMut, Region};
 
 use super::parts::{Part, Parts};
@@ -67,11 +69,15 @@ impl Memory {
         if len <= self.small_max { SMALL } else { MAIN }
     }
 
+    fn arena(&self, part: usize) -> &Arena {
+        if part == SMALL { &self.small } else { &self.main }
+    }
+
     /// A piece now, if there is room or can be made by forgetting tiles.
-    fn take_now(&self, part: usize, bytes: usize) -> Option<BufMut> {
-        let arena = if part == SMALL { &self.small } else { &self.main };
+    fn take_now(&self, part: usize, bytes: usize, within: &Within) -> Option<BufMut> {
+        let arena = self.arena(part);
         loop {
-            let piece = arena.try_take(bytes);
+            let piece = arena.try_take_within(bytes, within);
             if piece.is_some() || !self.tiles.give_back_one(part) {
                 return piece;
             }
@@ -89,22 +95,22 @@ impl Memory {
     }
 
     /// A piece of exactly `len` bytes as soon as there is room; none if it is larger than any may be.
-    pub async fn take(&self, len: u64) -> Option<BufMut> {
+    pub async fn take(&self, len: u64, within: &Within) -> Option<BufMut> {
         let (bytes, part) = (usize::try_from(len).ok()?, self.part_of(len));
         if part == MAIN && len > self.piece_max() {
             return None;
         }
-        if let Some(piece) = self.take_now(part, bytes) {
+        if let Some(piece) = self.take_now(part, bytes, within) {
             return Some(piece);
         }
         let _waiting = self.tiles.wait(part);
-        if part == SMALL { self.small.take(bytes).await } else { self.main.take(bytes).await }
+        self.arena(part).take_within(bytes, within).await
     }
 
     /// A piece now, if after it half of the memory is still free; not for small requests.
-    pub fn take_spare(&self, len: u64) -> Option<BufMut> {
+    fn take_spare(&self, len: u64, within: &Within) -> Option<BufMut> {
         let bytes = usize::try_from(len).ok().filter(|_| len > self.small_max)?;
-        if self.is_spare(len) { self.take_now(MAIN, bytes) } else { None }
+        if self.is_spare(len) { self.take_now(MAIN, bytes, within) } else { None }
     }
 
     /// Whether half of the memory is still free when a request has this many more bytes.
@@ -129,7 +135,8 @@ impl Memory {
     }
 }
 
-/// What tenants have of the memory: of the main part and of the small one, in pages.
+/// What tenants have of the memory: of the main part and of the small one, in pages. What is set aside for a tenant is a range in which no
+/// other has pieces, but for those that were taken before the memory was divided again.
 #[derive(Debug)]
 pub struct MemoryShares([Parts; 2]);
 
@@ -144,10 +151,30 @@ impl MemoryShares {
         self.0.iter().for_each(|parts| parts.divide(tenants));
     }
 
-    /// A piece as [`Memory::take`] gives it, as soon as it is the tenant's turn.
+    /// A piece of exactly `len` bytes as soon as it is the tenant's turn and there is room; none if it is larger than any may be.
     pub async fn take(&self, memory: &Memory, tenant: u32, len: u64) -> Option<BufMut> {
         let pages = self.charge(memory, tenant, len).await?;
-        memory.take(len).await.map(|piece| Self::kept(piece, pages))
+        self.take_charged(memory, tenant, len).await.map(|piece| Self::kept(piece, pages))
+    }
+
+    /// The same for a tenant that was charged for it.
+    pub async fn take_charged(&self, memory: &Memory, tenant: u32, len: u64) -> Option<BufMut> {
+        memory.take(len, &self.within(memory, tenant, len)).await
+    }
+
+    /// The same now, if after it half of the memory is still free; not for small requests.
+    pub fn take_spare(&self, memory: &Memory, tenant: u32, len: u64) -> Option<BufMut> {
+        memory.take_spare(len, &self.within(memory, tenant, len))
+    }
+
+    /// Where a tenant's pieces of `len` bytes lie.
+    fn within(&self, memory: &Memory, tenant: u32, len: u64) -> Within {
+        let [own, shared] = self.0[memory.part_of(len)].ranges(tenant);
+        let bytes = |pages: Range<u64>| pages.start as usize * PAGE..pages.end as usize * PAGE;
+        match kvarts_layout::planted!("shares-without-places") {
+            true => Within { own: 0..0, shared: 0..memory.arena(memory.part_of(len)).usage().total },
+            false => Within { own: bytes(own), shared: bytes(shared) },
+        }
     }
 
     /// What a piece of `len` bytes takes of a tenant's share, as soon as it is the tenant's turn.
@@ -215,10 +242,15 @@ mod tests {
     use kvarts_contract::blocking::block_on;
     use kvarts_wire::limits;
 
+    /// All of the main part.
+    fn all(memory: &Memory) -> Within {
+        Within { own: 0..0, shared: 0..memory.usage()[0].total }
+    }
+
     #[test]
     fn shared_bytes_keep_their_piece_and_give_it_back_at_the_end() {
         let memory = Memory::new(1 << 20, 4096, 0).unwrap();
-        let mut buf = block_on(memory.take(8192)).unwrap();
+        let mut buf = block_on(memory.take(8192, &all(&memory))).unwrap();
         buf.fill(7);
         // SAFETY: the piece has no other user.
         let bytes = unsafe { SharedBytes::bytes(buf.freeze()) };
@@ -233,13 +265,14 @@ mod tests {
     fn spare_memory_is_what_others_are_not_short_of() {
         let memory = Memory::new(1 << 20, 4096, 0).unwrap();
         let half = memory.usage()[0].total as u64 / 2;
-        assert!(memory.take_spare(4096).is_none(), "small requests are never ahead of their turn");
-        let kept = memory.take_spare(half).unwrap();
-        assert!(!memory.is_crowded() && memory.take_spare(8192).is_none());
-        let more = block_on(memory.take(8192)).unwrap();
+        let all = all(&memory);
+        assert!(memory.take_spare(4096, &all).is_none(), "small requests are never ahead of their turn");
+        let kept = memory.take_spare(half, &all).unwrap();
+        assert!(!memory.is_crowded() && memory.take_spare(8192, &all).is_none());
+        let more = block_on(memory.take(8192, &all)).unwrap();
         assert!(memory.is_crowded());
         drop((kept, more));
-        assert!(!memory.is_crowded() && memory.take_spare(8192).is_some());
+        assert!(!memory.is_crowded() && memory.take_spare(8192, &all).is_some());
     }
 
     #[test]
@@ -263,7 +296,6 @@ mod tests {
                 for tenant in 1..count {
                     while take(tenant, &mut held) {}
                 }
-                assert!(shares.try_charge(&memory, 1, len).is_none());
                 while take(count, &mut last) {}
                 let own = total / 2 / count as usize;
                 assert!((last.len() + 1) * len as usize > own, "{count} tenants: {} pieces", last.len());
@@ -273,6 +305,47 @@ mod tests {
             }
             assert!(memory.usage().iter().all(|usage| usage.used == 0));
         }
+    }
+
+    #[test]
+    fn pieces_that_others_hold_leave_no_gaps_in_what_a_tenant_has_of_its_own() {
+        let memory = Memory::new(8 << 20, 8192, 0).unwrap();
+        let shares = MemoryShares::new(&memory, &[1, 2, 3]);
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        let mut take = |tenant: u32, len: u64| match std::pin::pin!(shares.take(&memory, tenant, len))
+            .poll(&mut context)
+        {
+            std::task::Poll::Ready(piece) => piece,
+            std::task::Poll::Pending => None,
+        };
+        // Two tenants hold every second piece of all that they can have.
+        let mut held = Vec::new();
+        for len in [12 << 10, 4096] {
+            for _ in 0..2 {
+                for tenant in [1, 2] {
+                    held.extend(std::iter::from_fn(|| take(tenant, len)));
+                }
+                let mut at = 0;
+                held.retain(|_| {
+                    at += 1;
+                    at % 2 == 0
+                });
+            }
+        }
+        let [main, small] = memory.usage();
+        assert!(main.used < main.total / 2 && small.used < small.total / 2, "{main:?}, {small:?}");
+        let own = shares.at_once(3, 0, u64::MAX);
+        assert_eq!(own, (main.total / 6 / PAGE * PAGE) as u64);
+        let piece = take(3, own).expect("all of it at once");
+        assert!(take(3, 8192).is_some(), "and of the small part");
+        // Divided among more, nobody has less than is set aside; what is held stays where it is.
+        drop(piece);
+        shares.divide(&[1, 2, 3, 4]);
+        held.clear();
+        for tenant in 1..=4 {
+            held.extend(take(tenant, shares.at_once(tenant, 0, u64::MAX)));
+        }
+        assert_eq!(held.len(), 4);
     }
 
     #[test]
@@ -308,9 +381,10 @@ mod tests {
     #[test]
     fn small_requests_have_their_own_and_none_may_take_all() {
         let memory = Memory::new(1 << 20, 4096, 0).unwrap();
-        let _small = block_on(memory.take(4096)).unwrap();
+        let all = all(&memory);
+        let _small = block_on(memory.take(4096, &Within { own: 0..0, shared: 0..4096 })).unwrap();
         assert_eq!(memory.usage().map(|usage| usage.used), [0, 4096]);
-        assert!(block_on(memory.take(memory.piece_max() + 1)).is_none());
-        assert!(block_on(memory.take(u64::MAX)).is_none());
+        assert!(block_on(memory.take(memory.piece_max() + 1, &all)).is_none());
+        assert!(block_on(memory.take(u64::MAX, &all)).is_none());
     }
 }

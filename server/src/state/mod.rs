@@ -284,6 +284,16 @@ impl ServerState {
         self.shares.take(&self.memory, tenant.number, len).await
     }
 
+    /// The same for a tenant that was charged for it.
+    pub async fn take_charged(&self, tenant: &Tenant, len: u64) -> Option<BufMut> {
+        self.shares.take_charged(&self.memory, tenant.number, len).await
+    }
+
+    /// The same now, if after it half of the memory is still free.
+    pub fn take_spare(&self, tenant: &Tenant, len: u64) -> Option<BufMut> {
+        self.shares.take_spare(&self.memory, tenant.number, len)
+    }
+
     /// What `len` bytes of memory take of a tenant's share, as soon as it may have them.
     pub async fn charge(&self, tenant: &Tenant, len: u64) -> Option<parts::Part> {
         self.shares.charge(&self.memory, tenant.number, len).await

@@ -9,6 +9,7 @@
 //! ([`Parts::divide`]).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::oneshot;
@@ -29,7 +30,8 @@ struct Shared {
 /// What is set aside for whom.
 #[derive(Debug)]
 struct Division {
-    tenants: BTreeSet<u32>,
+    /// Each with its place among them.
+    tenants: BTreeMap<u32, u64>,
     /// What each of them can have whatever the others do.
     each: u64,
     rest: u64,
@@ -161,6 +163,15 @@ impl Parts {
         Some(self.lock().division.own(tenant)).filter(|own| *own > 0)
     }
 
+    /// Where in the whole lies what is set aside for a tenant, which may be nothing, and where the rest.
+    pub fn ranges(&self, tenant: u32) -> [Range<u64>; 2] {
+        let division = &self.lock().division;
+        let count = division.tenants.len() as u64;
+        let (begin, shared) =
+            (division.tenants.get(&tenant).map(|place| place * division.each), count * division.each);
+        [begin.map_or(0..0, |begin| begin..begin + division.each), shared..shared + division.rest]
+    }
+
     /// What each tenant has beyond what is set aside for it, of those that have something beyond it.
     pub fn beyond(&self) -> BTreeMap<u32, u64> {
         let state = self.lock();
@@ -198,7 +209,7 @@ impl Division {
             0
         };
         Self {
-            tenants: tenants.iter().copied().collect(),
+            tenants: tenants.iter().copied().collect::<BTreeSet<u32>>().into_iter().zip(0..).collect(),
             each,
             rest: all - each * count,
             waiting_max: (waiting_max / tenants.len().max(1)).max(1),
@@ -206,7 +217,7 @@ impl Division {
     }
 
     fn own(&self, tenant: u32) -> u64 {
-        if self.tenants.contains(&tenant) { self.each } else { 0 }
+        if self.tenants.contains_key(&tenant) { self.each } else { 0 }
     }
 
     fn most(&self, tenant: u32) -> u64 {

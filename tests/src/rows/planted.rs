@@ -413,6 +413,11 @@ pub const BUGS: &[Bug] = &[
     ),
     bug("silent-holder-awaited", "R46", "a look-up waits seconds for a holder that does not answer").at(1),
     bug("nothing-set-aside", "R46", "tenants have no memory and no turns of their own"),
+    bug(
+        "shares-without-places",
+        "R46",
+        "pieces of other tenants leave gaps in what is set aside for a tenant",
+    ),
     // The last ones take long to be found: the merge tier does without them.
     bug(
         "duplicate-into-the-places",

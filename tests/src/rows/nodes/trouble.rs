@@ -283,7 +283,7 @@ impl Course {
         let from = self.rng.below(OWN);
         let here = own_keys(tenant, from..self.rng.between(from + 1, OWN));
         let what = format!("a read of tenant {tenant}");
-        match self.rng.below(10) {
+        match self.rng.below(11) {
             0..=2 => {
                 let events = self.rng.below(4);
                 self.spawn(async move { guest.read_and_stand_still(&here, events, until).await });
@@ -317,6 +317,11 @@ impl Course {
                 });
             }
             8 => {
+                let (bytes, ends) = (self.rng.between(1, 96) * 4096, self.rng.between(10, 20_000));
+                let until = until.min(guest.now().plus(Duration::from_millis(ends)));
+                self.spawn(async move { guest.hold(bytes, until).await });
+            }
+            9 => {
                 let producer = self.producer(&here);
                 self.spawn(async move {
                     guest.delete(&here).await;

@@ -28,9 +28,6 @@ use crate::nodes::tasks::Owner;
 /// Bytes that requests share, and the largest request that counts as small: one block.
 const MEMORY: usize = 4 << 20;
 const SMALL: u64 = 32 << 10;
-/// Blocks for which any other request takes memory, at most and always: pieces of many lengths leave gaps in which a longer one has no room,
-/// however much of its tenant's share is left.
-const PIECE: u64 = 8;
 /// Puts by layers that one shard has at a time.
 const LAYERED: usize = 4;
 
@@ -131,9 +128,8 @@ impl Guest {
     async fn memory(&self, blocks: usize) -> Option<Placed> {
         let Front { memory, shares, .. } = &*self.front;
         let (block, blocks) = (self.shape.block_bytes(), blocks as u64);
-        let takes = if block * blocks <= SMALL { blocks } else { PIECE.max(blocks) };
-        let piece = shares.take(memory, self.number, block * takes).await?.share();
-        Placed::blocks(&self.shape, piece.slice(0, (block * blocks) as usize)?, blocks as u32).ok()
+        let piece = shares.take(memory, self.number, block * blocks).await?.share();
+        Placed::blocks(&self.shape, piece, blocks as u32).ok()
     }
 
     /// Reads blocks, and takes all that comes. Gives those that came.
@@ -224,6 +220,13 @@ impl Guest {
         let Some(_turn) = self.front.puts.turn(self.number).await else { return };
         let Some(_from) = self.memory(blocks).await else { return };
         self.owner.sleep_until(until.min(self.now().plus(STALL))).await;
+    }
+
+    /// Holds memory as a client does that takes nothing of a tile of this length.
+    pub(super) async fn hold(&self, bytes: u64, until: Nanos) {
+        let Front { memory, shares, .. } = &*self.front;
+        let _piece = shares.take(memory, self.number, bytes).await;
+        self.owner.sleep_until(until).await;
     }
 
     /// Begins a put by layers.
