@@ -182,7 +182,7 @@ def stop(process):
 def last_line(name):
     with open(name, encoding="utf-8", errors="replace") as file:
         lines = [line.strip() for line in file.read()[-20000:].splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 def logs(place, out):
@@ -216,7 +216,7 @@ def options():
     parser.add_argument("--patience", type=float, default=1)
     asked = parser.parse_args()
     if asked.do == "run" and asked.out is None:
-        parser.error("run: name the folder OUT for the results")
+        parser.error("run: give the folder OUT for the results")
     asked.disk = asked.disk or os.path.join(asked.place, "disk")
     return asked
 
@@ -234,7 +234,7 @@ def main():
             lost = parts.keep(os.path.dirname(folder), asked.place)
         index = parts.read_index(asked.place)
         numbers = [n for n, files in enumerate(index["folders"], 1) if set(files) & set(lost)]
-        print(f"of {len(index['folders'])} folders these are missing: {numbers or 'none'}", flush=True)
+        print(f"missing folders of {len(index['folders'])}: {numbers or 'none'}", flush=True)
         if asked.do == "keep":
             return 0
         joined = parts.join(asked.place)
