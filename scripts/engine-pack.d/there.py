@@ -3,18 +3,18 @@
   python3 there.py keep PLACE            copies the folder of this file to PLACE, and lists the missing folders
   python3 there.py run PLACE OUT [OPTION...]
                                          copies the folder to PLACE, joins and unpacks all folders, and runs the stages that are not done yet
-      --seconds N       the limit for the whole run, joining included (540)
+      --seconds N       the limit for the whole run, including joining (540)
       --stages A,B      the stages to run, of: machine, plain, disk, own, memory (all that are not done)
-      --again           runs stages again that are done
+      --again           also runs the stages that are done
       --disk DIR        a directory on the disk to measure, with 20 GiB free (PLACE/disk)
       --memory DIR      a directory on a file system in memory, with 12 GiB free beside the 10 GiB of the engine's host tier (/dev/shm)
       --grow-shm        mounts /dev/shm again with a larger size if it is too small; requires root
-      --tiny            uses shapes that a processor can compute, to check that every stage runs; the times then say nothing
+      --tiny            uses shapes that a processor can compute, to check that every stage runs; the times are then meaningless
       --device KIND     cuda or cpu (cuda)
       --patience N      multiplies the limit of every stage by N, for a slow machine (1)
 
-Keep PLACE between calls, so that the next call can continue. Each call writes results.json, report.txt and logs.txt to OUT, again with every
-result."""
+Keep PLACE between calls, so that the next call can continue. Each call writes results.json, report.txt and logs.txt to OUT, and writes them again after
+each result."""
 
 import argparse
 import glob
