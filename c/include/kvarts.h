@@ -259,7 +259,7 @@ typedef enum kvarts_outcome {
   KVARTS_ALREADY_THERE = 1,  /* an earlier put stored the block; the first put of a key wins */
   KVARTS_IN_FLIGHT = 2,      /* another put of the key has not ended */
   KVARTS_HELD_ELSEWHERE = 3, /* not written here: the cluster's directory lists a copy on another node */
-  KVARTS_NOT_STORED = 4
+  KVARTS_NOT_STORED = 4      /* the put of the block failed */
 } kvarts_outcome;
 
 /* Reserves room in the pool for `count` consecutive blocks of a chain. `first_block` is the number of blocks of the chain before the first key. */
@@ -342,7 +342,7 @@ typedef struct kvarts_move {
 
 /* Begins to land all layers. The landing writes to the pages after all work that is enqueued on the stream `after` at this time. If `after` is null,
  * the pages must not be in use now. The pages are in use until the landing is done, even if its handle is freed earlier. Two landings into the same
- * pages have no order. `stage` may be null. A given stage of this process is held until all layers have landed. */
+ * pages have no order. `stage` may be null. If it is not null, its blocks are held until all layers have landed. */
 kvarts_status kvarts_land(const kvarts_lander *lander, const kvarts_memory *memory, const kvarts_move *moves, size_t count, const uint64_t *after,
                           const kvarts_stage *stage, kvarts_landed **landed);
 /* Frees the handle. The landing continues. */
@@ -353,8 +353,8 @@ kvarts_status kvarts_landed_wait(const kvarts_landed *landed, uint32_t layer, ui
  * landed. */
 kvarts_status kvarts_landed_done(const kvarts_landed *landed, uint64_t timeout_ms, bool *is_done);
 
-/* Begins to save layers from pages. The rows of the pages must cover every byte of their blocks. `draft` may be null. A given draft of this process
- * is held until all layers are in the pool. */
+/* Begins to save layers from pages. The rows of the pages must cover every byte of their blocks. `draft` may be null. If it is not null, its room is
+ * held until all layers are in the pool. */
 kvarts_status kvarts_save(const kvarts_lander *lander, const kvarts_memory *memory, const kvarts_move *moves, size_t count, const kvarts_draft *draft,
                           kvarts_saving **saving);
 /* Frees the handle. If the save has not ended, the blocks in the pool are not valid. */
