@@ -24,7 +24,8 @@ extern "C" fn kvarts_connect(
     client: *mut *mut Client,
 ) -> Status {
     call(|| {
-        let endpoint = text(endpoint, "endpoint")?.ok_or_else(|| wrong("endpoint is null"))?;
+        let endpoint = text(endpoint, "endpoint")?
+            .ok_or_else(|| wrong("endpoint is null: the call requires a text of the form unix:PATH"))?;
         let token = text(token, "token")?.map(str::to_owned);
         let remote = Remote::connect(&ConnectOptions { token, ..ConnectOptions::to(endpoint) })?;
         hand_over(client, Client { remote }, "client")
@@ -124,7 +125,11 @@ impl Column {
         let Blocks { cut, namespace } = given(self.blocks, "blocks")?;
         let rank = match self.rank {
             -1 => None,
-            rank => Some(u16::try_from(rank).map_err(|_| wrong(format!("rank {rank}")))?),
+            rank => Some(u16::try_from(rank).map_err(|_| {
+                wrong(format!(
+                    "rank {rank} is not valid: a rank is 0 or more, or -1 for the rank of the identity"
+                ))
+            })?),
         };
         let (group, coordinate, shape) = cut.column(self.group, rank).map_err(cannot_be)?;
         Ok((pool::Column { namespace: *namespace, group, coordinate }, Arc::new(shape.clone())))

@@ -46,7 +46,7 @@ extern "C" fn kvarts_estimate(
         let Blocks { cut, namespace } = given(blocks, "blocks")?;
         let sample = |one: &Sample| cost::Sample { cached: one.cached, new: one.computed, ms: one.ms };
         let samples = several(samples, sample_count, "samples")?.iter().map(sample).collect();
-        let times = Times::new(samples, None).map_err(|error| wrong(format!("samples: {error}")))?;
+        let times = Times::new(samples, None).map_err(|error| wrong(format!("invalid samples: {error}")))?;
         let found = remote.match_prefix(&MatchRequest {
             namespace: *namespace,
             keys: &keys(chain, count)?,
@@ -56,7 +56,8 @@ extern "C" fn kvarts_estimate(
             plan: Some(PlanTerms::new(prompt_tokens, &times)),
         })?;
         let here = found.usable.longest.blocks;
-        let planned = found.plan.ok_or(Error(Reason::Passing("the server returned no plan".to_owned())))?;
+        let planned =
+            found.plan.ok_or(Error(Reason::Passing("the server returned no estimate".to_owned())))?;
         let (plan, link) = (&planned.plan, &planned.disk.link);
         let cost = Cost {
             here,

@@ -20,7 +20,7 @@ use crate::pool::{Draft, Stage, Stretch};
 use crate::said::{Status, call, free, given, hand_over, leave, milliseconds, perhaps, several, text, wrong};
 
 fn of_device(error: DeviceError) -> Error {
-    Error(Reason::Passing(format!("the device: {error}")))
+    Error(Reason::Passing(format!("error of the device: {error}")))
 }
 
 fn raised(error: LandError) -> Error {
@@ -49,7 +49,11 @@ impl Lander {
         let Opened::Emulated(emulated) = &self.opened else {
             return self.opened.device().adopt(address, nbytes).map_err(of_device);
         };
-        let cannot = || wrong(format!("{nbytes} bytes at {address:#x}"));
+        let cannot = || {
+            wrong(format!(
+                "span of {nbytes} bytes at {address:#x}: the span is empty or not in the address space"
+            ))
+        };
         let (start, len) =
             (usize::try_from(address).map_err(|_| cannot())?, usize::try_from(nbytes).map_err(|_| cannot())?);
         let base = start / PAGE * PAGE;
@@ -72,7 +76,8 @@ extern "C" fn kvarts_lander_open(
     lander: *mut *mut Lander,
 ) -> Status {
     call(|| {
-        let name = text(device, "device")?.ok_or_else(|| wrong("device is null"))?;
+        let name = text(device, "device")?
+            .ok_or_else(|| wrong("device is null: the call requires a name, cuda:N or emulated"))?;
         let opened = name.parse::<DeviceName>().map_err(wrong)?.open().map_err(of_device)?;
         let ring_bytes = if ring_bytes == 0 { lander::RING_BYTES } else { ring_bytes };
         let made = lander::Lander::with_timeout(&opened.device(), ring_bytes, milliseconds(timeout_ms));
@@ -317,7 +322,7 @@ extern "C" fn kvarts_saving_free(saving: *mut Saving) {
 }
 
 fn no_more() -> Error {
-    wrong("the save has ended: no more layers can be saved")
+    wrong("the save has already ended: begin a new save with kvarts_save")
 }
 
 #[unsafe(no_mangle)]
@@ -352,7 +357,7 @@ extern "C" fn kvarts_saving_done(saving: *const Saving, timeout_ms: u64, is_done
         let done = match &*state {
             SaveState::Left(done) => done.clone(),
             SaveState::Leaves(_) => {
-                return Err(wrong("the save has not been finished: call kvarts_saving_finish first"));
+                return Err(wrong("the save has not ended: call kvarts_saving_finish first"));
             }
             SaveState::Broken => return Err(no_more()),
         };

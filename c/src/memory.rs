@@ -71,7 +71,9 @@ impl Memory {
     pub(crate) fn of_pool(&self) -> Result<&Arc<Region>, Error> {
         match self.is_pool {
             true => Ok(&self.region),
-            false => Err(wrong("memory: the memory of a pool is required")),
+            false => Err(wrong(
+                "memory: the call requires the memory of a pool (kvarts_pool_memory, kvarts_attach)",
+            )),
         }
     }
 
@@ -106,11 +108,13 @@ extern "C" fn kvarts_memory_adopt(
     call(|| {
         let Client { remote } = given(client, "client")?;
         if file < 0 {
-            return Err(wrong("file: the value is not a descriptor"));
+            return Err(wrong(format!("file: {file} is not a file descriptor")));
         }
         // SAFETY: the header: a descriptor that is open during the call. One that is not is an error of the call below.
         let file = unsafe { BorrowedFd::borrow_raw(file) };
-        let file = file.try_clone_to_owned().map_err(|error| wrong(format!("file: {error}")))?;
+        let file = file
+            .try_clone_to_owned()
+            .map_err(|error| wrong(format!("file: the descriptor cannot be duplicated: {error}")))?;
         hand_over(memory, Memory::whole(remote.adopt(file, nbytes as u64)?), "memory")
     })
 }
@@ -122,14 +126,17 @@ extern "C" fn kvarts_memory_register(
     memory: *mut *mut Memory,
 ) -> Status {
     call(|| {
-        let (start, cannot) =
-            (address.expose_provenance(), || wrong(format!("{nbytes} bytes at {address:p}")));
+        let (start, cannot) = (address.expose_provenance(), || {
+            wrong(format!(
+                "cannot register {nbytes} bytes at {address:p}: an empty range or an invalid address"
+            ))
+        });
         let base = start / PAGE * PAGE;
         let end = start.checked_add(nbytes).and_then(|end| end.checked_next_multiple_of(PAGE));
         let end = end.filter(|_| start > 0 && nbytes > 0).ok_or_else(cannot)?;
         let registered = Registered::new(start..start + nbytes).ok_or_else(|| {
             wrong(format!(
-                "{nbytes} bytes at {address:p}: these bytes overlap memory that is already registered"
+                "cannot register {nbytes} bytes at {address:p}: some of these bytes are already registered"
             ))
         })?;
         // SAFETY: the header: these bytes stay mapped for as long as a transfer may use them; a page of which some bytes are mapped is mapped

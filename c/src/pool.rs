@@ -33,7 +33,7 @@ extern "C" fn kvarts_pool_take(client: *const Client, nbytes: usize, pool: *mut 
         let Client { remote } = given(client, "client")?;
         let (region, name) = remote.shared_pool(nbytes)?;
         let name =
-            CString::new(name.to_string()).map_err(|_| wrong("the name must not contain a zero byte"))?;
+            CString::new(name.to_string()).map_err(|_| wrong("the name of the pool contains a zero byte"))?;
         let clock = Arc::clone(remote.clock());
         let taken = pool::Pool::new(remote.store(), &clock, &region);
         hand_over(pool, Pool { pool: taken, clock, name }, "pool")
@@ -62,7 +62,9 @@ extern "C" fn kvarts_pool_memory(pool: *const Pool, memory: *mut *mut Memory) ->
 extern "C" fn kvarts_attach(client: *const Client, name: *const c_char, memory: *mut *mut Memory) -> Status {
     call(|| {
         let Client { remote } = given(client, "client")?;
-        let name = text(name, "name")?.ok_or_else(|| wrong("name is null"))?.parse::<PoolName>()?;
+        let name = text(name, "name")?
+            .ok_or_else(|| wrong("name is null: the call requires the name of a pool"))?
+            .parse::<PoolName>()?;
         hand_over(memory, Memory::pool(remote.attach(name)?), "memory")
     })
 }
@@ -165,7 +167,7 @@ extern "C" fn kvarts_stage_stretches(
         let Stage { stage } = given(stage, "stage")?;
         if column >= stage.columns() {
             return Err(wrong(format!(
-                "column {column} does not exist: the number of columns is {}",
+                "column {column} does not exist: the stage has {} columns, and the first one has the index 0",
                 stage.columns()
             )));
         }
@@ -203,7 +205,7 @@ extern "C" fn kvarts_draft_free(draft: *mut Draft) {
 }
 
 fn was_put() -> Error {
-    wrong("the draft was put already: make a new draft")
+    wrong("the draft has already been put: begin a new draft with kvarts_draft_begin")
 }
 
 #[unsafe(no_mangle)]
@@ -241,7 +243,7 @@ extern "C" fn kvarts_draft_put(
             deadline: Some(clock.now().plus(milliseconds(timeout_ms))),
         };
         if Arc::strong_count(draft) > 1 {
-            return Err(wrong("a save still writes to the draft: wait until the save has ended"));
+            return Err(wrong("a save still writes to the draft: put the draft after the save has ended"));
         }
         let taken = draft.lock().unwrap_or_else(PoisonError::into_inner).take();
         let told = run(taken.ok_or_else(was_put)?.put(&terms));

@@ -69,8 +69,8 @@ pub(crate) fn wrong(what: impl Into<String>) -> Error {
     Error(Reason::Config(what.into()))
 }
 
-fn null(name: &str) -> Error {
-    wrong(format!("{name} is null"))
+pub(crate) fn null(name: &str) -> Error {
+    wrong(format!("{name} is null: the call requires a valid pointer"))
 }
 
 /// What a pointer points to.
@@ -104,7 +104,7 @@ pub(crate) fn text<'a>(pointer: *const c_char, name: &str) -> Result<Option<&'a 
     }
     // SAFETY: the header: text that a zero ends, for the call.
     let text = unsafe { CStr::from_ptr(pointer) };
-    text.to_str().map(Some).map_err(|_| wrong(format!("{name} is not valid UTF-8")))
+    text.to_str().map(Some).map_err(|_| wrong(format!("the text in {name} is not valid UTF-8")))
 }
 
 /// Leaves a value where a caller wants it.

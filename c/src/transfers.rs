@@ -15,8 +15,8 @@ use kvarts_layout::{BlockShape, Coordinate, Group};
 use crate::blocks::{Client, Column, keys};
 use crate::memory::Memory;
 use crate::said::{
-    Status, call, free, given, hand_over, leave, leave_several, milliseconds, perhaps, remember, several,
-    wrong,
+    Status, call, free, given, hand_over, leave, leave_several, milliseconds, null, perhaps, remember,
+    several,
 };
 
 // `KVARTS_TRANSFER_KEYS`.
@@ -112,7 +112,7 @@ fn post(queue: *const Queue, kind: BatchKind, asked: Asked, transfer: *mut u64) 
     call(|| {
         let Queue { pages, shapes, clock } = given(queue, "queue")?;
         if transfer.is_null() {
-            return Err(wrong("transfer is null"));
+            return Err(null("transfer"));
         }
         let keys = keys(asked.keys, asked.count)?;
         let deadline = (asked.timeout_ms > 0).then(|| clock.now().plus(milliseconds(asked.timeout_ms)));
@@ -218,7 +218,7 @@ extern "C" fn kvarts_queue_poll(
             (results.is_null() && room > 0, "results"),
         ] {
             if is_null {
-                return Err(wrong(format!("{name} is null")));
+                return Err(null(name));
             }
         }
         let Some(done) = pages.drain_one() else { return leave(is_there, false, "is_there") };

@@ -1,4 +1,4 @@
-//! Blocks of a running server, over shared memory on its own host and over gRPC elsewhere.
+//! Reads and puts blocks of a running server: over shared memory on the server's host, and over gRPC on other hosts.
 //!
 //! `kvarts serve --dir DIRECTORY`, then `cargo run --example client -- http://127.0.0.1:7440`
 
@@ -16,7 +16,7 @@ use kvarts_layout::spec::shipped;
 const BLOCK_TOKENS: u32 = 64;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let endpoint = std::env::args().nth(1).ok_or("which server? `client http://HOST:PORT`")?;
+    let endpoint = std::env::args().nth(1).ok_or("usage: client http://HOST:PORT")?;
     let client = Client::connect(&ConnectOptions::to(endpoint))?;
     println!("path: {}", client.path().name());
 
@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let group = geometry.groups().first().ok_or("the model has no state")?.group;
     let coordinate = geometry.coordinate(group, 1, 0)?;
     let shape = geometry.shape(group, coordinate, BLOCK_TOKENS)?;
-    // Everything that the bytes of a block depend on: two engines share blocks if all of it is equal.
+    // All values that determine the bytes of a block. Two engines share blocks if all of these values are equal.
     let arrangement = Arrangement::new("example", "canonical", "1");
     let identity = Identity::new("llama-3.1-8b", "0e9e39f", "bf16", arrangement, geometry, BLOCK_TOKENS);
     let namespace = client.register(&identity, geometry)?;
@@ -34,8 +34,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let keys = text_keys(&prompt, BLOCK_TOKENS);
     let (blocks, bytes) = (keys.len() as u32, usize::try_from(shape.block_bytes())? * keys.len());
 
-    // On the server's host its disks write straight into this memory; elsewhere it is memory like any other.
-    let pool = SharedBuf::new(&client.pool(bytes)?, 0, bytes).ok_or("a pool too small")?;
+    // On the server's host, the server's disks write directly into this memory. On other hosts it is ordinary memory.
+    let pool = SharedBuf::new(&client.pool(bytes)?, 0, bytes).ok_or("the pool is smaller than the blocks")?;
     pool.fill(0x5a);
     let from = Placed::blocks(&shape, pool.clone(), blocks)?;
     let put = PutRequest::prompt(namespace, group, coordinate, keys.clone(), from);

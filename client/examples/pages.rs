@@ -1,5 +1,5 @@
-//! Pages of a cache that knows nothing of layers: batches of opaque bytes, with an eventfd for their completions. What
-//! LMCache, SGLang's hierarchical cache and NIXL ask for.
+//! Pages of a cache without layers: batches of opaque bytes, with an eventfd for their completions. LMCache, SGLang's hierarchical
+//! cache and NIXL use this interface.
 //!
 //! `kvarts serve --dir DIRECTORY`, then `cargo run --example pages -- http://127.0.0.1:7440`
 
@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 const PAGE_BYTES: u64 = 256 << 10;
 
-/// Waits for the next batch that is done.
+/// Waits for the next completed batch.
 fn completion(pages: &Pages) -> Result<Completion, Box<dyn Error>> {
     let mut done = Vec::new();
     while pages.drain(&mut done) == 0 {
@@ -26,7 +26,7 @@ fn completion(pages: &Pages) -> Result<Completion, Box<dyn Error>> {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let endpoint = std::env::args().nth(1).ok_or("which server? `pages http://HOST:PORT`")?;
+    let endpoint = std::env::args().nth(1).ok_or("usage: pages http://HOST:PORT")?;
     let client = Client::connect(&ConnectOptions::to(endpoint))?;
 
     let spec = ModelSpec::opaque("pages", PAGE_BYTES)?;
@@ -38,7 +38,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Keys are any 32 bytes.
     let keys: Vec<BlockKey> = (1..=16).map(|n| BlockKey([n; 32])).collect();
     let bytes = usize::try_from(PAGE_BYTES)? * keys.len();
-    let pool = SharedBuf::new(&client.pool(bytes)?, 0, bytes).ok_or("a pool too small")?;
+    let pool = SharedBuf::new(&client.pool(bytes)?, 0, bytes).ok_or("the pool is smaller than the blocks")?;
     let places = Placed::blocks(&BlockShape::opaque(PAGE_BYTES)?, pool.clone(), keys.len() as u32)?;
 
     pool.fill(0x5a);

@@ -1,5 +1,5 @@
-"""`kvarts.Pages` and `kvarts.Session` for asyncio, with the same guarantees. Batches use no extra thread; look-ups, reads by layers and calls of
-sessions wait in the loop's executor."""
+"""`kvarts.Pages` and `kvarts.Session` for asyncio, with the same guarantees. Batches need no additional thread. Look-ups, reads by layers and
+calls of sessions wait in threads of the loop's executor."""
 
 import asyncio
 import functools
@@ -28,7 +28,7 @@ async def _ended(step):
 
 
 class AsyncPages:
-    """A handle whose calls are coroutines on the running loop. It drains all completions of the underlying handle."""
+    """A handle on blocks whose calls are coroutines on the running loop. This object drains all completions of the underlying handle."""
 
     def __init__(self, pages):
         self._pages = pages
@@ -112,7 +112,7 @@ class AsyncPages:
                 await _ended(self._loop.run_in_executor(None, reading.close))  # ends: `close` has the client's timeout
 
     async def close(self):
-        """Stops watching the handle, and closes it."""
+        """Stops draining the handle, and closes the handle."""
         for fd in self._fds():
             self._loop.remove_reader(fd)
         for waiting in self._waiting.values():

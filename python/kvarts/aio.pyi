@@ -1,5 +1,5 @@
-"""`kvarts.Pages` and `kvarts.Session` for asyncio, with the same guarantees. Batches use no extra thread; look-ups, reads by
-layers and calls of sessions wait in the loop's executor."""
+"""`kvarts.Pages` and `kvarts.Session` for asyncio, with the same guarantees. Batches need no additional thread. Look-ups, reads
+by layers and calls of sessions wait in threads of the loop's executor."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
@@ -7,8 +7,9 @@ from typing import Any, Literal
 from . import Buffer, Client, Completion, Key, Layer, Lease, Match, Missing, Pages, Places, Session, Times
 
 class AsyncPages:
-    """A handle whose calls are coroutines on the running loop. It drains all completions of the handle: other code must not drain
-    the handle. Cancelling a task cancels its batch; the task continues when its buffers are no longer accessed."""
+    """A handle on blocks whose calls are coroutines on the running loop. This object drains all completions of `pages`, so other
+    code must not drain `pages`. If a task is cancelled, its batch is cancelled too. The cancelled task continues when its buffers
+    are no longer accessed."""
 
     def __init__(self, pages: Pages) -> None: ...
     async def put(
@@ -63,7 +64,7 @@ class AsyncPages:
         hbm_boundaries: Sequence[int] = ...,
         overlap: Literal["layers", "none"] = "layers",
     ) -> Match:
-        """As `Pages.match`. The lease of a cancelled task ends by itself, `hold` seconds later."""
+        """As `Pages.match`. The lease of a cancelled task expires after `hold` seconds."""
 
     async def missing(
         self, keys: Sequence[Key], *, group: int = 0, rank: int | None = None, timeout: float | None = None
@@ -86,18 +87,18 @@ class AsyncPages:
         rank: int | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[Layer]:
-        """As `Pages.layers`: `async for layer in ...`. Leaving or cancelling the loop ends the read; the task continues when its
-        buffers are no longer written."""
+        """As `Pages.layers`: `async for layer in ...`. The read ends if the loop is left or cancelled. The task continues when
+        nothing writes to its buffers any more."""
 
     async def close(self) -> None:
-        """Stops watching the handle, and closes it."""
+        """Stops draining the handle, and closes the handle."""
 
     async def __aenter__(self) -> AsyncPages: ...
     async def __aexit__(self, kind: object, error: object, trace: object) -> None: ...
 
 class AsyncSession:
-    """A session whose calls are coroutines. Cancelling a task does not cancel its call on the server: a session that the call
-    still opens ends with its lease."""
+    """A session whose calls are coroutines. If a task is cancelled, its call on the server continues. A session that such a call
+    opens ends with its lease."""
 
     def __init__(self, session: Session) -> None: ...
     @classmethod

@@ -2,8 +2,8 @@
 
 
 class Error(Exception):
-    """The base of all errors. The subclass gives the caller's reaction. `reason` names the cause in one word that does not change; the text is
-    for people."""
+    """The base of all errors. The subclass determines how the caller must react. `reason` names the cause in one word that does not change
+    between versions. The text is for people."""
 
     kind = "bug"
 
@@ -13,13 +13,13 @@ class Error(Exception):
 
 
 class Miss(Error):
-    """The block is not stored: compute it."""
+    """The block is not stored: compute the block."""
 
     kind = "miss"
 
 
 class Retry(Error):
-    """A temporary failure: retry. Also raised while the server cannot be reached; a later call reconnects by itself."""
+    """A temporary failure: retry. Calls also raise this error while the server cannot be reached; a later call reconnects automatically."""
 
     kind = "retry"
 
@@ -31,19 +31,19 @@ class Refused(Error):
 
 
 class Invalid(Error, ValueError):
-    """The request cannot succeed as it is: correct it."""
+    """The request is wrong and can never succeed: correct the request."""
 
     kind = "invalid"
 
 
 class Deadline(Error, TimeoutError):
-    """The timeout passed before the result."""
+    """The timeout passed before the result was available."""
 
     kind = "deadline"
 
 
 class Corrupt(Error):
-    """The block is damaged on disk: compute it. The damage has been logged and counted."""
+    """The block is damaged on disk: compute the block. The damage has been logged and counted."""
 
     kind = "corrupt"
 

@@ -53,7 +53,7 @@ class Engine(NamedTuple):
 
 class Finding(NamedTuple):
     """A difference between the engine and the connector. `how`: `missing`: the connector does not work without this interface; `uncalled`: the
-    engine no longer calls this method; `changed`: the engine calls the method with more arguments; `new`: the connector does not know it."""
+    engine no longer calls this method; `changed`: the engine calls the method with more arguments; `new`: the connector does not use this interface."""
 
     part: str
     how: str
@@ -251,14 +251,14 @@ def _of_methods(one, sources, ours):
 def told(report):
     """The report as lines of text."""
     if report.version is None:
-        return [f"{report.engine} is not installed for this Python: install it, or name its directory with --place"]
+        return [f"{report.engine} is not installed for this Python: install {report.engine}, or give its directory with --place"]
     tried = ", ".join(report.tried)
     lines = [f"{report.engine} {report.version}" + ("" if report.version in report.tried else f": this version is not tested with Kvarts; tested versions: {tried}")]
     words = {
         "missing": "the engine lacks an interface that the connector needs",
         "changed": "the engine calls a method with arguments that the connector does not support",
         "uncalled": "the engine no longer calls a method of the connector",
-        "new": "the engine has an interface that the connector does not know",
+        "new": "the engine has a new interface that the connector does not use",
     }
     lines += [f"{one.part}: {words[one.how]}: {one.name}" for one in report.findings]
     return lines

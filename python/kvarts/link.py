@@ -135,7 +135,7 @@ class Link:
         if not of_server(error):
             return
         if time.monotonic() >= self._puts_until + self.pause:
-            logger.warning("kvarts: the server did not store blocks; Kvarts stores no blocks for %g seconds, then tries again: %s", self.pause, error)
+            logger.warning("kvarts: the server did not store blocks; the connector stores no blocks for %g seconds, then tries again: %s", self.pause, error)
         self._puts_until = time.monotonic() + self.pause
 
     def answered(self):
@@ -192,7 +192,7 @@ class Link:
                     continue
                 if self.away:
                     # No request was sent, so the error is no sign of the server.
-                    failed(kvarts.Retry("the server cannot be reached; Kvarts retries after the pause"))
+                    failed(kvarts.Retry("the server cannot be reached; Kvarts retries after a pause"))
                     continue
                 if self._client is None:
                     self._client = self._first()
@@ -240,7 +240,7 @@ def told(value):
             return sorted(map(told, value))
         text = str(value)
         if callable(value) or " at 0x" in text:
-            raise ValueError(f"{value!r} has no text that is the same in every process: replace it by the values that it sets")
+            raise ValueError(f"{value!r} cannot be part of the identity of blocks, because its text differs between processes: set plain values instead")
         return text
 
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=other)

@@ -6,16 +6,17 @@
 Guarantees:
 
 - A load returns the bytes that the same model, revision, dtype and version of LMCache stored under that key, or it is a miss.
-  LMCache's keys name the model, but neither its revision nor the type of its cache. Both settings are therefore required.
-- No call waits. A batch ends within `timeout` seconds plus one second for every 64 MiB (half a second later at most), also if the
-  server has stopped. While the server cannot be reached, look-ups and loads are misses and stores are dropped. The connection is
-  restored without a restart.
+  LMCache's keys name the model, but neither its revision nor the type of its cache. The settings `revision` and `dtype` are
+  therefore required.
+- No call waits. A batch ends within `timeout` seconds plus one second for every 64 MiB, or at most half a second later. This also
+  holds if the server has stopped. While the server cannot be reached, look-ups and loads are misses, and stores are dropped. The
+  connector restores the connection without a restart.
 
-If LMCache's memory is a file in memory (`lmcache server --shm-name NAME`), the server's disks write into it directly. Otherwise
-loads and stores are copied.
+If LMCache's memory is an in-memory file (`lmcache server --shm-name NAME`), the server's disks write directly into this file.
+Otherwise loads and stores are copied.
 
-An object is one page, and pages of one handle have one size, so there is one handle for each size. A look-up does not name the
-size of the object. Separate pages (`_Sizes`) therefore record the sizes of a model's objects.
+An object is one page. All pages of a handle have the same size, so each size of objects has its own handle. A look-up does not
+name the size of the object. Separate pages (`_Sizes`) therefore record the sizes of a model's objects.
 """
 
 import itertools
@@ -104,11 +105,16 @@ class _Sizes:
 class Kvarts:
     """A native connector of LMCache.
 
-    `server`, `token_file`: as for `kvarts.connect`. `revision`: the model's revision, or `{model: revision}`. `dtype`: the type of the
-    KV cache. `identity`: other settings that determine the bytes (`{"quantisation": "fp8-v2"}`). `timeout`: seconds for each batch,
-    beside the time for its bytes. `pause`: seconds without requests after the server did not answer. `durable`: stores are
-    acknowledged after a flush. `times`: arguments of `kvarts.Times`, from which the store computes the value of objects; LMCache does
-    not report the engine's steps to a plug-in. `chunk_tokens`: tokens of an object, equal to LMCache's `chunk_size`."""
+    - `server`, `token_file`: as for `kvarts.connect`.
+    - `revision`: the model's revision, or `{model: revision}`.
+    - `dtype`: the type of the KV cache.
+    - `identity`: other settings that determine the bytes (`{"quantisation": "fp8-v2"}`).
+    - `timeout`: seconds for each batch, in addition to the time for its bytes.
+    - `pause`: after the server did not answer, the connector sends no requests for this number of seconds.
+    - `durable`: stores are acknowledged after a flush.
+    - `times`: arguments of `kvarts.Times`. The store computes the value of objects from these times, because LMCache does not report
+      the engine's steps to a plug-in.
+    - `chunk_tokens`: the number of tokens of an object, equal to LMCache's `chunk_size`."""
 
     def __init__(
         self,
@@ -195,7 +201,7 @@ class Kvarts:
         if buffers is not None and len(task.buffers) != len(task.keys):
             raise ValueError(f"memoryviews: {len(task.buffers)} views were given for {len(task.keys)} keys")
         if self._closed or (self._link.puts_away if kind == "put" else self._link.away):
-            self._answer(task, kvarts.Retry("the server cannot be reached; Kvarts retries after the pause"))
+            self._answer(task, kvarts.Retry("the server cannot be reached; Kvarts retries after a pause"))
             return task.future
         try:
             self._begin(task, None)
@@ -317,7 +323,7 @@ class Kvarts:
     def _identity_of(self, model):
         revision = self._revision.get(model) if isinstance(self._revision, dict) else self._revision
         if not revision:
-            raise kvarts.Invalid(f"revision: the setting has no revision for {model!r}: add it")
+            raise kvarts.Invalid(f"revision: the setting has no revision for the model {model!r}: add it")
         return dict(
             model=model,
             revision=str(revision),

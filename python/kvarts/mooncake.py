@@ -2,13 +2,14 @@
 
     python -m kvarts.mooncake FOLDER
 
-writes a package `mooncake` of two small files into FOLDER. An engine with FOLDER in its `PYTHONPATH` imports this class in place of Mooncake's. If
-the real package is installed, the command writes nothing, because it would hide Mooncake's transfer engine.
+This command writes a package `mooncake` of two small files into FOLDER. An engine with FOLDER in its `PYTHONPATH` then imports this class instead of
+Mooncake's class. If the real package is installed, the command writes nothing, because the new package would hide Mooncake's transfer engine.
 
-The server: `kvarts:SERVER` in place of the address of Mooncake's master (SERVER: the path of a socket, or `HOST:PORT`), else `$KVARTS_SERVER`.
+The address of the server is set as `kvarts:SERVER` in the place of the address of Mooncake's master. SERVER is the path of a socket, or `HOST:PORT`.
+Without this address, the server is `$KVARTS_SERVER`.
 
-Each value is one block of one page. Its identity consists of its size and the tenant. The engine's own keys must contain everything else that
-determines the bytes; Kvarts cannot check that. Return codes are Mooncake's.
+Each value is one block of one page. The identity of a value consists of its size and the tenant. The engine's keys must contain everything else that
+determines the bytes; Kvarts cannot check this. The return codes are those of Mooncake.
 """
 
 import ctypes
@@ -58,7 +59,7 @@ _LAYOUT = "value-"
 
 
 class ReplicateConfig:
-    """Options of a put. A Kvarts server keeps one copy and evicts by its own rules, so the options have no effect; a put with a hard pin fails."""
+    """Options of a put. A Kvarts server keeps one copy and evicts by its own rules, so the options have no effect. A put with a hard pin fails."""
 
     def __init__(self):
         self.replica_num = 1
@@ -223,7 +224,7 @@ class MooncakeDistributedStore:
         if self._client is None or size <= 0:
             return INVALID_PARAMS
         if not _is_of_host(buffer_ptr, size):
-            logger.error("kvarts: %d bytes at %#x are not writable memory of this host: use the connectors for blocks in device memory", size, buffer_ptr)
+            logger.error("kvarts: %d bytes at %#x are not writable host memory: use the connector of the engine for blocks in device memory", size, buffer_ptr)
             return INVALID_PARAMS
         with self._lock:
             if buffer_ptr in self._buffers:
@@ -357,7 +358,7 @@ class MooncakeDistributedStore:
         return self._sizes([key])[0]
 
     def remove(self, key, force=False):
-        """Deletes a value for good. Returns 0 if the value was stored."""
+        """Deletes a value permanently. Returns 0 if the value was stored."""
         if self._values is None:
             return INVALID_PARAMS
         try:

@@ -3,7 +3,7 @@
     python -m kvarts.probe vllm|sglang|lmcache [--place DIR] [--json]
 
 The check imports and starts nothing of the engine. `--place`: the directory (`site-packages`) that contains the engine (default: this Python's). Exit
-codes: 0: the engine has all required interfaces; 1: it lacks one, or the engine is not installed; 2: wrong arguments."""
+codes: 0: the engine has all required interfaces; 1: an interface is missing, or the engine is not installed; 2: wrong arguments."""
 
 import argparse
 import importlib

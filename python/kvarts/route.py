@@ -3,9 +3,9 @@
     $ python -m kvarts.route --engine http://10.0.0.1:8000,server=10.0.0.1:7440 --engine http://10.0.0.2:8000,server=10.0.0.2:7440
 
 The proxy forwards `/v1/completions`, `/v1/chat/completions` and `/v1/models`, and streams answers byte for byte. It keeps only the state of requests
-under way. If an engine fails before the first byte of its answer, the proxy excludes the engine for a while and sends the request to another engine.
-If the engine fails later, the client receives the incomplete answer. `/health` reports whether an engine is available, `/status` the numbers of
-requests by engine and reason, and `/metrics` the same for Prometheus.
+in progress. If an engine fails before the first byte of its answer, the proxy excludes the engine for a while and sends the request to another engine.
+If the engine fails later, the client receives the incomplete answer. `/health` reports whether an engine is available. `/status` reports the numbers of
+requests by engine and reason. `/metrics` reports the same numbers for Prometheus.
 """
 
 import argparse
@@ -358,30 +358,30 @@ def arguments():
     )
     of = parser.add_argument
     of("--engine", dest="engines", action="append", type=_engine, required=True, metavar="URL[,server=S][,role=R]",
-       help="an engine (repeat the option for each engine); S: the Kvarts server beside the engine, as HOST:PORT or the path of its socket; R: prefill, "
-            "decode or both [both]. If an engine has the role prefill, each request goes to such an engine first, and then to an engine that decodes")
+       help="the address of an engine; repeat the option for each engine. S is the Kvarts server of this engine: HOST:PORT, or the path of its socket. R is "
+            "prefill, decode or both [both]. If an engine has the role prefill, each request goes first to such an engine, and then to an engine that decodes")
     of("--policy", choices=["cost", "owner", "round-robin", "random"], default="cost",
-       help="cost: the engine with the shortest time to the first token, which the Kvarts server estimates from stores, queues and paths; owner: an "
-            "engine beside the store that owns the prefix or has most of it; random and round-robin ignore prefixes [cost]")
+       help="how the proxy chooses an engine. cost: the engine with the shortest time to the first token, which a Kvarts server estimates from stores, queues "
+            "and paths. owner: an engine whose store owns the prefix, or has most of its blocks. random, round-robin: without regard to prefixes [cost]")
     of("--listen", type=_listen, default=("127.0.0.1", 8080), metavar="HOST:PORT", help="the address to listen on; port 0 selects a free port [127.0.0.1:8080]")
-    of("--certificate", metavar="FILE", help="serve TLS with this certificate, followed by intermediate certificates (PEM); requires --key")
+    of("--certificate", metavar="FILE", help="serve TLS with this certificate. The file (PEM) has the certificate first, then the intermediate certificates. Requires --key")
     of("--key", metavar="FILE", help="the private key of --certificate (PEM)")
-    of("--engine-ca", metavar="FILE", help="the authority of the engines' certificates (PEM) [the authorities that this machine trusts]")
+    of("--engine-ca", metavar="FILE", help="the authority that issued the engines' certificates (PEM) [the authorities that this machine trusts]")
     of("--keys", choices=["chain", "vllm", "sglang"], default="vllm",
-       help="how block keys are computed from tokens: vllm: as vLLM's connectors do (hash sha256, PYTHONHASHSEED not set); sglang: as SGLang's "
-            "connectors do; chain: with kvarts.chain. Blocks of prompts with adapters, salts or images have other keys and are not found [vllm]")
-    of("--namespace", type=_namespace, metavar="HEX", help="the namespace of the model's blocks in the stores [the latest one of the request's model]")
+       help="how block keys are computed from tokens. vllm: as in vLLM's connectors (hash sha256, PYTHONHASHSEED not set). sglang: as in SGLang's "
+            "connectors. chain: with kvarts.chain. Blocks of prompts with adapters, salts or images have other keys and are not found [vllm]")
+    of("--namespace", type=_namespace, metavar="HEX", help="the namespace of the model's blocks in the stores [the latest namespace of the request's model]")
     of("--times", type=_times, metavar="FILE|MODEL@DEVICE[xN]",
-       help="the compute times of the engines: a file of samples as for `kvarts plan calibrate`, or a data sheet such as llama-3.1-8b@h100x2 [10,000 tokens "
-            "a second]")
+       help="the compute times of the engines: a file with samples in the form of `kvarts plan calibrate`, or the name of a data sheet such as "
+            "llama-3.1-8b@h100x2 [10,000 tokens a second]")
     of("--token-file", metavar="FILE", help="the file with the token for the Kvarts servers")
-    of("--ask-timeout", type=float, default=0.5, metavar="SECONDS", help="the limit of each call to a Kvarts server [0.5]")
-    of("--first-byte", type=float, default=600.0, metavar="SECONDS", help="the limit until the first byte of an engine's answer [600]")
-    of("--stall", type=float, default=120.0, metavar="SECONDS", help="the limit between two pieces of an engine's answer [120]")
-    of("--body-max", type=int, default=32 << 20, metavar="BYTES", help="the limit of the body of one request [33554432]")
-    of("--bodies-max", type=int, default=1 << 30, metavar="BYTES", help="the limit of all request bodies in memory together [1073741824]")
-    of("--connections", type=int, default=1024, metavar="N", help="the limit of open client connections [1024]")
-    of("--seed", type=int, help="the seed of the policy random")
+    of("--ask-timeout", type=float, default=0.5, metavar="SECONDS", help="the timeout of each call to a Kvarts server [0.5]")
+    of("--first-byte", type=float, default=600.0, metavar="SECONDS", help="the timeout for the first byte of an engine's answer [600]")
+    of("--stall", type=float, default=120.0, metavar="SECONDS", help="the longest pause between two pieces of an engine's answer [120]")
+    of("--body-max", type=int, default=32 << 20, metavar="BYTES", help="the maximum size of the body of one request [33554432]")
+    of("--bodies-max", type=int, default=1 << 30, metavar="BYTES", help="the maximum size of all request bodies in memory together [1073741824]")
+    of("--connections", type=int, default=1024, metavar="N", help="the maximum number of open client connections [1024]")
+    of("--seed", type=int, help="the seed of the random numbers of --policy random")
     of("--json", action="store_true", help="print the listening address as JSON")
     return parser
 
@@ -401,7 +401,7 @@ def _settings(given):
     if (settings.certificate is None) != (settings.key is None):
         parser.error("--certificate and --key must be given together")
     if settings.engine_ca and not secure:
-        parser.error("--engine-ca: no engine has an https:// address; remove the option, or give the engines https:// addresses")
+        parser.error("--engine-ca: no engine has an https:// address: remove the option, or use https:// addresses in --engine")
     settings.listener_tls = settings.tls = None
     if settings.certificate:
         settings.listener_tls = _of_files("--certificate, --key", http.listener_tls, settings.certificate, settings.key)
@@ -424,7 +424,7 @@ async def _run(settings):
     server = await asyncio.start_server(proxy.serve, *settings.listen, limit=http.HEAD_MAX, **more)
     host, port = server.sockets[0].getsockname()[:2]
     told = {"listen": f"{'http' if tls is None else 'https'}://{host}:{port}", "policy": settings.policy, "engines": len(settings.engines)}
-    print(json.dumps(told) if settings.json else f"serving {told['listen']} by {settings.policy} to {told['engines']} engines", flush=True)
+    print(json.dumps(told) if settings.json else f"serving {told['listen']}: policy {settings.policy}, {told['engines']} engines", flush=True)
     over = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, over.set)
@@ -443,7 +443,7 @@ def main(given=None):
     try:
         asyncio.run(_run(settings))
     except OSError as error:
-        print(f"kvarts.route: {settings.listen[0]}:{settings.listen[1]}: {error}", file=sys.stderr)
+        print(f"kvarts.route: cannot listen on {settings.listen[0]}:{settings.listen[1]}: {error}", file=sys.stderr)
         return 1
     return 0
 

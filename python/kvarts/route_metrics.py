@@ -5,12 +5,12 @@ and servers are those of the command line, and the numbers of reasons and kinds 
 FAILURES = ("connection", "answer", "502", "503", "504", "broken", "prefill")
 _FAMILIES = {
     "requests_total": ("counter", "Requests that an engine has begun to answer, by the reason for the choice of the engine."),
-    "failures_total": ("counter", "Requests that an engine did not answer, or whose answer broke off, by kind."),
+    "failures_total": ("counter", "Requests that an engine did not answer completely, by kind of failure."),
     "retries_total": ("counter", "Requests that the proxy sent to another engine after an engine had failed."),
     "refused_total": ("counter", "Requests that the proxy answered with an error, by status."),
     "clients_gone_total": ("counter", "Requests whose client disconnected before the end of the answer."),
-    "hand_overs_total": ("counter", "Requests with separate prefill and decode engines: the prefill was `handed` over, or the decode engine computed the prompt `alone`."),
-    "prompts_total": ("counter", "Prompts, by whether the proxy knows their `tokens` or only their `text`."),
+    "hand_overs_total": ("counter", "Requests with separate prefill and decode engines, by outcome: `handed` (the decode engine received the prefill), or `alone` (the decode engine computed the prompt)."),
+    "prompts_total": ("counter", "Prompts, by form: `tokens` if the proxy has the tokens of the prompt, or `text` if it has only the text."),
     "in_flight": ("gauge", "Requests at an engine, by state: `waiting` for the first byte of the answer, or `decoding`."),
     "queue_seconds": ("gauge", "Estimated prefill time of the waiting requests of an engine."),
     "connections": ("gauge", "Open client connections."),

@@ -82,7 +82,7 @@ class Calls:
         while (item := self._next()) is not None:
             work, failed = item
             if self._link.away or time.monotonic() < self._away_until:
-                failed(kvarts.Retry("the server cannot be reached; Kvarts retries after the pause", "Away"))
+                failed(kvarts.Retry("the server cannot be reached; Kvarts retries after a pause", "Away"))
                 continue
             try:
                 work()

@@ -6,18 +6,19 @@
 
 Guarantees:
 
-- A read of a page returns the bytes that were stored under its hash by the same model, revision, types, quantisation, overrides,
-  layout, page size, rank and pool, or it is a miss. SGLang's own settings identify the model (`settings`), and not the name under
-  which it is served. Set `revision` if the model's path does not determine the revision.
-- The connector refuses to start with a version of SGLang whose settings it cannot read, or whose page hashes do not depend on
-  adapters and salts.
-- Each call of SGLang's controller threads returns within about `timeout` seconds, also if the server has stopped. While the server
-  cannot be reached, every page is a miss. The connection is restored without a restart. No exception leaves this class, because an
-  exception would end SGLang's threads.
-- A page that a look-up has found on this node is held until it is read, for `hold` seconds at most.
+- A read of a page returns the bytes that an engine with the same identity stored under the hash of the page, or it is a miss. The
+  identity consists of model, revision, types, quantisation, overrides, layout, page size, rank and pool. SGLang's settings identify
+  the model (`settings`); the name under which SGLang serves the model does not. Set `revision` if the model's path does not
+  determine the revision.
+- The connector refuses to start with a version of SGLang whose settings the connector cannot read. It also refuses versions whose
+  page hashes do not depend on adapters and salts.
+- Each call of SGLang's controller threads returns within about `timeout` seconds, even if the server has stopped. While the server
+  cannot be reached, every page is a miss. The connector restores the connection without a restart. No exception leaves this class,
+  because an exception would end SGLang's threads.
+- A page that a look-up has found on this node is protected from eviction until it is read, but for at most `hold` seconds.
 
-A page of any pool and layout is one block. It is copied once, between the host's pool and memory into which the server's disks write.
-Hybrid models have several pools (sliding windows, recurrent states, indexers). Each pool has its own blocks, and a prefix is
+A page of any pool and layout is one block. A page is copied once, between the host's pool and memory into which the server's disks
+write. Hybrid models have several pools (sliding windows, recurrent states, indexers), and each pool has its own blocks. A prefix is
 restored up to the last page at which every pool has the pages that SGLang requires.
 """
 
@@ -95,10 +96,16 @@ class _Pool:
 
 
 class Kvarts(HiCacheStorage):
-    """The storage backend. `server`, `token_file`: as for `kvarts.connect`. `revision`, `identity`: what determines the bytes beside
-    SGLang's own settings. `dtype`: required if a cache has elements of eight bits. `draft`: the revision of a draft model, required if
-    there is one. `timeout`: seconds for each call. `hold`: seconds for which found pages are held if they are not read; 0: they are not
-    held. `pause`: seconds without requests after the server did not answer. `durable`: stores are acknowledged after a flush."""
+    """The storage backend. Its settings:
+
+    - `server`, `token_file`: as for `kvarts.connect`.
+    - `revision`: the revision of the model. `identity`: other settings that determine the bytes and are no settings of SGLang.
+    - `dtype`: the type of the cache. Required if a cache has elements of eight bits.
+    - `draft`: the revision of the draft model. Required if there is a draft model.
+    - `timeout`: the limit of each call in seconds.
+    - `hold`: found pages that are not read are protected from eviction for this number of seconds. 0 protects no pages.
+    - `pause`: after the server did not answer, the connector sends no requests for this number of seconds.
+    - `durable`: stores are acknowledged after a flush."""
 
     def __init__(self, storage_config, kwargs=None):
         extra = dict(storage_config.extra_config or {})
@@ -292,7 +299,7 @@ class Kvarts(HiCacheStorage):
             return pool.holds.hold(names, self._timeout)
         except kvarts.Error as error:
             self._link.failed(error)
-            logger.debug("kvarts: %d pages could not be held: %s", len(names), error)
+            logger.debug("kvarts: %d pages could not be protected from eviction: %s", len(names), error)
             return False
 
     def _moved(self, kind, name, keys, host_indices, prefix=None):
@@ -303,7 +310,7 @@ class Kvarts(HiCacheStorage):
         if not self._usable(pool, kind == "put"):
             return results
         if host_indices is None or host_indices.numel() != len(keys) * pool.page_size:
-            logger.error("kvarts: pool %s: SGLang's indices do not match %d pages of %d indices each; report it", name, len(keys), pool.page_size)
+            logger.error("kvarts: pool %s: the number of indices from SGLang does not match %d pages of %d indices each; report it", name, len(keys), pool.page_size)
             return results
         first = host_indices[:: pool.page_size].tolist()
         staging, names = pool.staging[kind], names_of(keys)

@@ -4,14 +4,14 @@
         '{"linker": "KvartsLinker", "linker_module_path": "kvarts.sglang_linker", "linker_extra_config":
         {"server": "/run/kvarts/kvarts.sock", "pool_bytes": 8000000000}}'
 
-Each process of SGLang with a tree has a pool of host memory, and copies blocks from the pool to its own device. Guarantees:
+Each process of SGLang with a radix tree has a pool of host memory, and copies blocks from the pool to its own device. Guarantees:
 
-- A look-up reports only verified blocks that are in the pool, so no failure of a disk, a network or a server can make their load fail. A page
-  has the bytes that an engine of the same identity stored under its hash.
-- SGLang's look-ups block the scheduler. The look-ups of one pass of the scheduler wait for `wait` seconds together, and then report the blocks that
-  have arrived. While the server cannot be reached, and for `pause` seconds after a look-up without any block, they return at once.
-- An offload stores the bytes that the engine had computed: pages are read after the forward pass that wrote them, and SGLang keeps them until then.
-  An offload is reported as done when every page of it is stored.
+- A look-up reports only verified blocks that are in the pool. No failure of a disk, a network or a server can therefore make the load of these blocks
+  fail. A page has the bytes that an engine of the same identity stored under its hash.
+- SGLang's look-ups block the scheduler. All look-ups of one pass of the scheduler together wait at most `wait` seconds. Then they report the blocks
+  that have arrived. While the server cannot be reached, and for `pause` seconds after a look-up without any block, look-ups return at once.
+- An offload stores the bytes that the engine computed. It reads pages after the forward pass that wrote them, and SGLang keeps the pages until then.
+  An offload is reported as done after all of its pages are stored.
 
 Supported pools: attention with heads or latents, sliding windows, recurrent states, DeepSeek's pools. The connector refuses pipeline parallelism and
 context parallelism.
@@ -110,12 +110,19 @@ class LayerCounter:
 class KvartsLinker(UnifiedCacheLinker):
     """The linker. Settings in `linker_extra_config`:
 
-    `server`, `token_file`: as for `kvarts.connect`. `pool_bytes`: host memory of each process. `wait`: seconds that look-ups of one pass may take.
-    `timeout`: the limit of seconds without any data of the server. `pause`: seconds without requests after the server did not answer. `durable`:
-    stores are acknowledged after a flush. `times`: arguments of `kvarts.Times`, for the planner. `plans`: whether the planner leaves out blocks that
-    load slower than the engine computes them. `loads`, `stores`: whether the linker loads and stores blocks. `head_ranges`: the number of ranges of
-    the model's heads, for engines that share blocks with different tensor parallelism. `revision`: required if the model's path does not determine
-    it. `draft`: the revision of a draft model. `identity`: other settings that determine the bytes."""
+    - `server`, `token_file`: as for `kvarts.connect`.
+    - `pool_bytes`: host memory of each process.
+    - `wait`: the number of seconds that all look-ups of one pass together may take.
+    - `timeout`: the longest time in seconds for which the server may send no data.
+    - `pause`: after the server did not answer, the linker sends no requests for this number of seconds.
+    - `durable`: stores are acknowledged after a flush.
+    - `times`: arguments of `kvarts.Times`, for the planner.
+    - `plans`: whether the planner leaves out blocks that load slower than the engine computes them.
+    - `loads`, `stores`: whether the linker loads blocks, and whether it stores blocks.
+    - `head_ranges`: the number of ranges of the model's heads. Engines with different tensor parallelism share blocks if they set the same number.
+    - `revision`: the revision of the model. Required if the model's path does not determine the revision.
+    - `draft`: the revision of the draft model.
+    - `identity`: other settings that determine the bytes."""
 
     def __init__(self, server_args, params, *, components, extra_config=None, forward_stream=None):
         extra = dict(extra_config or {})
@@ -276,7 +283,7 @@ class KvartsLinker(UnifiedCacheLinker):
                 stagings += found.stagings
             if move is None:
                 # SGLang loads more than it looked up, or looked it up long ago. SGLang gives this batch up.
-                logger.error("kvarts: SGLang started a load for request %s whose blocks are not staged: the batch fails", rid)
+                logger.error("kvarts: SGLang started a load for request %s, but the blocks of the request are not staged: the batch fails", rid)
                 is_whole = False
                 continue
             landings.append(self._dock.land(0, *move))

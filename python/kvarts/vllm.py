@@ -3,15 +3,16 @@
     --kv-transfer-config '{"kv_connector": "Kvarts", "kv_connector_module_path": "kvarts.vllm", "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000, "server": "/run/kvarts/kvarts.sock"}}'
 
-`Kvarts` is vLLM's own `OffloadingConnector` with one secondary tier, `KvartsTier`: KV blocks are copied from the device to host
-memory and from there to disk, and back the same way. Guarantees:
+`Kvarts` is vLLM's own `OffloadingConnector` with one secondary tier, `KvartsTier`. KV blocks are copied from the device to host
+memory, and from host memory to disk. Loads take the opposite path. Guarantees:
 
-- A loaded block has the bytes that an engine of the same identity (`identity_of`) stored under its hash and group, or it is
-  recomputed. The result of a promotion with failed blocks names the good blocks.
-- The scheduler never waits: it submits requests and collects results later. A look-up ends within half of `timeout` seconds, and a
-  load ends when no part of it has arrived for as long (a second later at most), also if the server has stopped. While the server
-  cannot be reached, every block is a miss and stores are dropped. The connection is restored without a restart. The engine also
-  starts without a server.
+- A loaded block has the bytes that an engine of the same identity (`identity_of`) stored under its hash and group. Otherwise vLLM
+  recomputes the block. If some blocks of a promotion failed, the result names the good blocks.
+- The scheduler never waits: it submits requests and collects results later. A look-up ends within half of `timeout` seconds. A load
+  ends if no part of it has arrived for half of `timeout` seconds, or at most a second later. Both limits also hold if the server
+  has stopped.
+- While the server cannot be reached, every block is a miss, and stores are dropped. The connector restores the connection without a
+  restart. The engine also starts without a server.
 """
 
 import json
@@ -55,10 +56,13 @@ _PARTS, _BATCHES = 64, 8192
 
 
 class Kvarts(OffloadingConnector):
-    """vLLM's offloading connector with Kvarts as its secondary tier. `kv_connector_extra_config` takes the settings of
-    `OffloadingConnector` (`cpu_bytes_to_use` is required), and `server`, `token_file`, `timeout`, `pause`, `durable`, `times` of
-    `KvartsTier`. `revision`: required if the model's name does not determine it. `identity`: other settings that determine the bytes.
-    `backpressure`: vLLM's detector of a tier that skips stores while they take too long."""
+    """vLLM's offloading connector with Kvarts as its secondary tier. Settings in `kv_connector_extra_config`:
+
+    - The settings of `OffloadingConnector`; `cpu_bytes_to_use` is required.
+    - The settings `server`, `token_file`, `timeout`, `pause`, `durable` and `times` of `KvartsTier`.
+    - `revision`: the revision of the model. Required if the model's name does not determine the revision.
+    - `identity`: other settings that determine the bytes.
+    - `backpressure`: vLLM's detector of a slow tier, which skips stores while they take too long."""
 
     def __init__(self, vllm_config, role, kv_cache_config):
         _complete(vllm_config, kv_cache_config)
@@ -198,11 +202,16 @@ class KvartsTier(SecondaryTierManager):
     """A secondary tier of `TieringOffloadingSpec`, for configurations with explicit tiers:
     `{"type": "KvartsTier", "module_path": "kvarts.vllm", "server": ..., "identity": {"revision": ...}}`.
 
-    `server`, `token_file`: as for `kvarts.connect`. `identity`: settings that determine the bytes beside the offloading configuration; it
-    must have the model's `revision`, unless the model is a directory. `timeout`: the limit of seconds without any data, for a look-up and
-    a load together. `pause`: seconds without requests after the server did not answer. `durable`: stores are acknowledged after a flush.
-    `times`: arguments of `kvarts.Times`, beside the times that the connector `Kvarts` measures; the store values blocks by the time that
-    they save. `vllm_tier_requests` describes the `kv_transfer_params` of requests."""
+    - `server`, `token_file`: as for `kvarts.connect`.
+    - `identity`: settings that determine the bytes and are not in the offloading configuration. If the model is not a directory, they
+      must include the model's `revision`.
+    - `timeout`: the longest time in seconds without any data from the server, for a look-up and a load together.
+    - `pause`: after the server did not answer, the tier sends no requests for this number of seconds.
+    - `durable`: stores are acknowledged after a flush.
+    - `times`: arguments of `kvarts.Times`, in addition to the times that the connector `Kvarts` measures. The store values a block by
+      the computing time that the block saves.
+
+    `vllm_tier_requests` describes the `kv_transfer_params` of requests."""
 
     medium = Medium.STORAGE
 

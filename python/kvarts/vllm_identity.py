@@ -58,9 +58,9 @@ def identity_of(vllm_config, revision=None, kv_cache_config=None):
     model = vllm_config.model_config
     cache = getattr(vllm_config, "cache_config", None)
     if getattr(cache, "calculate_kv_scales", False):
-        raise ValueError("calculate_kv_scales: the scales depend on the first prompts of a process, so other processes cannot use its blocks: switch it off")
+        raise ValueError("calculate_kv_scales: the scales depend on the first prompts of a process, so other processes cannot use its blocks: switch calculate_kv_scales off")
     if callable(model.hf_overrides):
-        raise ValueError("hf_overrides: a function has no text that is the same in every process: set the values instead of a function")
+        raise ValueError("hf_overrides: a function cannot be part of the identity of blocks, because its text differs between processes: set plain values instead")
     found = {
         "revision": revision_of(model.model, revision or model.revision),
         "weights": str(model.dtype),

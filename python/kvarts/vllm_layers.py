@@ -3,21 +3,24 @@
     --kv-transfer-config '{"kv_connector": "KvartsLayers", "kv_connector_module_path": "kvarts.vllm_layers", "kv_role": "kv_both",
         "kv_connector_extra_config": {"server": "/run/kvarts/kvarts.sock", "pool_bytes": 8000000000}}'
 
-The scheduler stages a prefix in a pool that it shares with its workers, and promises the prefix when its blocks are in the pool (`vllm_scheduler`). The
-workers copy the blocks to their KV caches layer by layer, while the engine computes earlier layers (`vllm_worker`). Guarantees:
+The scheduler stages a prefix: it reads the blocks of the prefix into a pool that it shares with its workers. When the blocks are in the pool, the
+scheduler promises the prefix to the request (`vllm_scheduler`). The workers copy the blocks to their KV caches layer by layer, while the engine computes
+earlier layers (`vllm_worker`). Guarantees:
 
 - A promised block has, in every layer, the bytes that an engine of the same identity stored under its hash. No failure of a disk, a network or a
   server can make a promised load fail, and no batch waits for a disk.
-- A look-up returns `None` while blocks are being read: only that request waits. It ends within half of `timeout` if no block is found, and when no
-  block has arrived for `timeout`. While the server cannot be reached, every prefix is a miss. The connection is restored without a restart. The
-  engine also starts without a server.
-- Stored blocks have the bytes that the engine had computed: each layer is copied after its computation, and its pages are overwritten only after the
-  copy. If blocks of a chain are dropped, they are always its last ones. Blocks that the server did not store are offered again.
-- At first, a forward pass waits for its whole load before it begins. Passes wait layer by layer after one pass has shown that every layer waits for its
-  own load. A pass that is one CUDA graph, or of an engine with a draft model, always waits for its whole load.
+- A look-up returns `None` while blocks are being read, so only the request of this look-up waits. The look-up ends within half of `timeout` if no
+  block is found. It also ends if no block has arrived for `timeout`.
+- While the server cannot be reached, every prefix is a miss. The connector restores the connection without a restart. The engine also starts without a
+  server.
+- Stored blocks have the bytes that the engine computed. Each layer is copied after its computation, and its pages are overwritten only after the copy.
+  If blocks of a chain are dropped, they are always the last blocks of the chain. Blocks that the server did not store are offered again.
+- At first, a forward pass waits for its whole load before it begins. After one pass has shown that every layer waits for its own load, later passes
+  wait layer by layer. A pass that is one CUDA graph always waits for its whole load. So does every pass of an engine with a draft model.
 
-Supported are attention, latent attention, sliding windows and recurrent states, with tensor and pipeline parallelism on one host. Other features, such
-as context parallelism, are refused by name at the start. A request of a model with states is scheduled when its whole prefix has landed.
+The connector supports attention, latent attention, sliding windows and recurrent states, with tensor and pipeline parallelism on one host. At the
+start, it refuses other features, such as context parallelism, with an error that names the feature. A request of a model with recurrent states is
+scheduled when its whole prefix has landed.
 """
 
 import kvarts
@@ -37,14 +40,21 @@ _POOL_BYTES = 4 << 30
 class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
     """The connector. Settings in `kv_connector_extra_config`:
 
-    `server`, `token_file`: as for `kvarts.connect`. `pool_bytes`: host memory that scheduler and workers share. `timeout`: the limit of seconds without
-    any data of the server. `pause`: seconds without requests after the server did not answer. `durable`: stores are acknowledged after a flush.
-    `windows`: the kept blocks of sliding windows (`full`, `turn`, `none`, `auto`, or a number of tokens from one kept window to the next). `times`:
-    arguments of `kvarts.Times`, for the planner, beside the measured times of the engine's steps. `plans`: whether the planner leaves out blocks that
-    load slower than the engine computes them. `head_ranges`: the number of ranges of the model's heads, for engines that share blocks with different
-    tensor parallelism. `revision`: required if the model's name does not determine it. `identity`: other settings that determine the bytes.
-    `store_after`: the number of uses after which a block is stored. `minimum_blocks`: requests with fewer blocks are not stored. `vllm_terms`
-    describes the `kv_transfer_params` of requests."""
+    - `server`, `token_file`: as for `kvarts.connect`.
+    - `pool_bytes`: host memory that scheduler and workers share.
+    - `timeout`: the longest time in seconds for which the server may send no data.
+    - `pause`: after the server did not answer, the connector sends no requests for this number of seconds.
+    - `durable`: stores are acknowledged after a flush.
+    - `windows`: selects the blocks of sliding windows to keep: `full`, `turn`, `none`, `auto`, or the number of tokens from one kept window to the next.
+    - `times`: arguments of `kvarts.Times` for the planner, in addition to the measured times of the engine's steps.
+    - `plans`: whether the planner leaves out blocks that load slower than the engine computes them.
+    - `head_ranges`: the number of ranges of the model's heads. Engines with different tensor parallelism share blocks if they set the same number.
+    - `revision`: the revision of the model. Required if the model's name does not determine the revision.
+    - `identity`: other settings that determine the bytes.
+    - `store_after`: the number of uses after which a block is stored.
+    - `minimum_blocks`: the blocks of requests with fewer blocks are not stored.
+
+    `vllm_terms` describes the `kv_transfer_params` of requests."""
 
     _cache_hit_source = CacheHitSource.DISK
 

@@ -2,10 +2,10 @@
 
 It registers both connectors by name, for `--kv-transfer-config '{"kv_connector": "KvartsLayers", "kv_role": "kv_both"}'`.
 
-With `KVARTS_VLLM` in the environment, it also configures a connector for an engine without `--kv-transfer-config`. The variable's value is the path of a
-server's socket, or JSON in the form of `kv_connector_extra_config`, in which `connector` may name `Kvarts` instead of `KvartsLayers`. vLLM has no hook
-with which a plugin sets a configuration, so the plugin wraps `EngineArgs.create_engine_config`. If vLLM lacks this method, the plugin logs the error
-and configures nothing.
+If `KVARTS_VLLM` is set in the environment, the plugin also configures a connector for an engine without `--kv-transfer-config`. The value of the variable
+is the path of a server's socket, or JSON in the form of `kv_connector_extra_config`. In this JSON, `connector` may select `Kvarts` instead of
+`KvartsLayers`. vLLM has no hook with which a plugin sets a configuration, so the plugin wraps `EngineArgs.create_engine_config`. If vLLM lacks this
+method, the plugin logs the error and configures nothing.
 """
 
 import functools
@@ -65,7 +65,7 @@ def _switch_on(given):
     @functools.wraps(made)
     def create_engine_config(self, *args, **kwargs):
         if self.kv_transfer_config is not None or getattr(self, "kv_offloading_size", None) is not None:
-            logger.warning("kvarts: %s is ignored, because vLLM was started with a connector or offloading configuration of its own", VARIABLE)
+            logger.warning("kvarts: %s is ignored, because the options of vLLM already configure a connector or offloading", VARIABLE)
         else:
             self.kv_transfer_config = KVTransferConfig(**given)
             logger.warning("kvarts: %s enables the connector %s with the settings %s", VARIABLE, given["kv_connector"], given["kv_connector_extra_config"])

@@ -1,10 +1,10 @@
-"""The terms of a request for its blocks, in vLLM's `kv_transfer_params`, for both connectors.
+"""The terms of a request: how the connectors load, store and protect its blocks. Both connectors read them from vLLM's `kv_transfer_params`.
 
     {"max_load_tokens": 4096, "max_offload_tokens": 8192, "ttl": 3600, "pin": 600, "skip_save": false,
      "session": "agent-7", "session_of": "agent-3", "session_shared_tokens": 320, "session_ends": false}
 
-An invalid value is ignored and logged with the valid form, because an exception in vLLM's scheduler would end the engine. Parameters of other
-connectors are not read.
+An invalid value is ignored, and a message with the valid form is logged, because an exception in vLLM's scheduler would end the engine. The connectors
+ignore the parameters of other connectors.
 """
 
 import math
@@ -85,7 +85,7 @@ _FIELDS = {
     "session_shared_tokens": (_tokens, "a whole number of tokens, such as 320"),
     "session_ends": (_flag, "true or false"),
     # A store evicts by the time that a block saves and by its cost.
-    "priority": (_impossible, "removed: a store has no priorities of blocks; use `pin` to protect blocks, or `ttl` to limit their time"),
+    "priority": (_impossible, "removed, because a store has no priorities of blocks; use `pin` to protect blocks, or `ttl` to limit their time to live"),
 }
 
 

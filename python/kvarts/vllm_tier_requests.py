@@ -34,7 +34,7 @@ class Requests:
     def begin(self, context):
         terms = terms_of(context)
         if terms.session is not None:
-            complain("kv_transfer_params: session: the field has no effect with the connector Kvarts; use KvartsLayers for sessions")
+            complain("kv_transfer_params: session: the field has no effect with the connector Kvarts; use the connector KvartsLayers for sessions")
         if terms.ttl is not None or terms.pin is not None or terms.skip_save:
             self._known[context.req_id] = Request(terms)
 

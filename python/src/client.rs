@@ -220,7 +220,8 @@ impl Client {
         core.alive(py)?;
         left::settle(py);
         let name = name.parse::<PoolName>().or_raise(py)?;
-        let embedded = || Error(Reason::Config("a pool needs a server: connect to a server".to_owned()));
+        let embedded =
+            || Error(Reason::Config("a store in this process has no pools: connect to a server".to_owned()));
         let remote = core.remote.as_ref().ok_or_else(embedded).or_raise(py)?;
         let region = py.detach(|| remote.attach(name)).or_raise(py)?;
         pool::memory(py, core, &region)
@@ -438,7 +439,7 @@ fn sizes(given: &Bound<'_, PyAny>) -> PyResult<BTreeMap<u32, u64>> {
         invalid(
             given.py(),
             "page_bytes",
-            "the value must be a number of bytes, or a map with a number of bytes for each group",
+            "the value must be a number of bytes, or a dict with a number of bytes for each group",
         )
     })
 }
@@ -446,7 +447,9 @@ fn sizes(given: &Bound<'_, PyAny>) -> PyResult<BTreeMap<u32, u64>> {
 /// A file in memory for pages, shared as an engine's would be: this process verifies what disks write into it, where it lies. A
 /// server that verifies memory of a client's copies all of it for that, because it never touches what it does not own.
 fn made(remote: &Remote, bytes: usize) -> Result<(Arc<kvarts_contract::buffers::Region>, OwnedFd), Error> {
-    let fault = |error: std::io::Error| Error(Reason::Config(format!("shared memory: {error}")));
+    let fault = |error: std::io::Error| {
+        Error(Reason::Config(format!("the shared memory could not be prepared: {error}")))
+    };
     let page = kvarts_contract::buffers::region::PAGE;
     let whole = bytes.checked_next_multiple_of(page).ok_or(Error(Reason::TooMany("bytes")))? as u64;
     let file = shared::sealed(whole).map_err(fault)?;
@@ -473,7 +476,7 @@ fn engines_file(
     let all = all.and_then(|all| all.checked_next_multiple_of(page));
     let all = all.ok_or_else(|| invalid(py, "offset", "the offset must be a multiple of 4096 bytes"))?;
     if fd < 0 {
-        return Err(invalid(py, "fd", "the number is not an open descriptor"));
+        return Err(invalid(py, "fd", "the number is not an open file descriptor"));
     }
     // By the interpreter: a number that is no descriptor is an error there.
     let own: i32 = py.import("os")?.call_method1("dup", (fd,))?.extract()?;

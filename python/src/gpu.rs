@@ -42,7 +42,7 @@ fn raised(error: LandError) -> Error {
 }
 
 fn of_device(error: &DeviceError) -> Error {
-    Error(Reason::Passing(format!("the device: {error}")))
+    Error(Reason::Passing(format!("error of the device: {error}")))
 }
 
 #[doc = stub!("gpu.Device")]
@@ -121,7 +121,7 @@ impl Lander {
     ) -> PyResult<Move> {
         let (region, origin) = memory.region(py)?;
         if origin != 0 {
-            return Err(invalid(py, "memory", "the memory of a pool is required"));
+            return Err(invalid(py, "memory", "the call requires the memory of a pool"));
         }
         let column = |(stretches, pages): (Stretches, PyRef<'_, DevicePages>)| {
             let stretch = |(at, blocks, first, count)| Stretch { at, blocks, first, count };
@@ -171,7 +171,7 @@ impl Lander {
         let chunks: Vec<u64> =
             shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
         if chunks.len() != parts.len() {
-            let said = format!("{}, but a block has {} parts", parts.len(), chunks.len());
+            let said = format!("{} parts were given, but a block has {} parts", parts.len(), chunks.len());
             return Err(invalid(py, "parts", said));
         }
         let part =
@@ -296,8 +296,9 @@ impl Saving {
         let slot = self.saving.get()?;
         let left = py.detach(|| {
             let mut saving = slot.lock().unwrap_or_else(PoisonError::into_inner);
-            let saving =
-                saving.as_mut().ok_or_else(|| LandError::Request("the save has ended".to_owned()))?;
+            let saving = saving.as_mut().ok_or_else(|| {
+                LandError::Request("the save has already ended: begin a new save".to_owned())
+            })?;
             let left = saving.layer(layer, &stream)?;
             // ends: at once: the stream waits, not the thread
             Ok::<_, LandError>(device.wait(&stream, &left)?)
@@ -308,7 +309,8 @@ impl Saving {
     #[doc = stub!("gpu.Saving.finish")]
     fn finish(&self, py: Python<'_>) -> PyResult<Saved> {
         let saving = self.saving.get()?.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let saving = saving.ok_or_else(|| invalid(py, "saving", "the save has ended"))?;
+        let saving =
+            saving.ok_or_else(|| invalid(py, "saving", "the save has already ended: begin a new save"))?;
         let done = py.detach(|| saving.finish()).map_err(raised).or_raise(py)?;
         Ok(Saved { done })
     }

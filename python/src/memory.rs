@@ -68,7 +68,7 @@ impl Memory {
     pub(crate) fn region(&self, py: Python<'_>) -> PyResult<(Arc<Region>, usize)> {
         let slot = self.registered.get()?.lock().unwrap_or_else(PoisonError::into_inner);
         let known = slot.as_ref().map(|all| (Arc::clone(&all.known.region), all.known.origin));
-        known.ok_or_else(|| crate::error::invalid(py, "memory", "the memory was closed"))
+        known.ok_or_else(|| crate::error::invalid(py, "memory", "the memory has been closed"))
     }
 }
 

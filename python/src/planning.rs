@@ -28,10 +28,15 @@ impl Times {
             (None, None) => None,
             (Some(model), Some(device)) => {
                 let compute = cost::model(model).ok_or_else(|| {
-                    invalid(py, "model", format!("the compute times of the model `{model}` are unknown"))
+                    invalid(
+                        py,
+                        "model",
+                        format!("the compute times of the model `{model}` are unknown: pass samples"),
+                    )
                 })?;
-                let sheet = cost::device(device)
-                    .ok_or_else(|| invalid(py, "device", format!("no device is named `{device}`")))?;
+                let sheet = cost::device(device).ok_or_else(|| {
+                    invalid(py, "device", format!("no device is named `{device}`: pass samples"))
+                })?;
                 Some(Roofline::new(compute, sheet, devices))
             }
             _ => return Err(invalid(py, "model", "the times of a data sheet need both model and device")),

@@ -61,7 +61,8 @@ impl Pool {
     /// Takes memory from the server.
     pub(crate) fn take(py: Python<'_>, core: &Arc<Core>, nbytes: usize) -> PyResult<Self> {
         let remote = core.remote.as_ref();
-        let embedded = || Error(Reason::Config("a pool needs a server: connect to a server".to_owned()));
+        let embedded =
+            || Error(Reason::Config("a store in this process has no pools: connect to a server".to_owned()));
         let remote = remote.ok_or_else(embedded).or_raise(py)?;
         let (region, name) = py.detach(|| remote.shared_pool(nbytes)).or_raise(py)?;
         let memory = Py::new(py, memory(py, core, &region)?)?;
@@ -244,7 +245,7 @@ impl Stage {
             invalid(
                 py,
                 "part",
-                format!("the part {part} does not exist: a block has {} parts", shape.chunk_count()),
+                format!("part {part} does not exist: a block has {} parts", shape.chunk_count()),
             )
         })
     }
@@ -258,7 +259,7 @@ impl Stage {
 }
 
 fn ended(py: Python<'_>) -> PyErr {
-    invalid(py, "draft", "the draft was put or closed")
+    invalid(py, "draft", "the draft has already been put or closed")
 }
 
 /// A draft that its handle and a save hold: nothing once it was put.
@@ -323,7 +324,7 @@ impl Draft {
             return Err(invalid(
                 py,
                 "draft",
-                "a save still writes to the draft: wait until the save has ended",
+                "a save still writes to the draft: put the draft after the save has ended",
             ));
         }
         let taken = held.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -220,7 +220,7 @@ fn wanted(
     let Some((start, stop)) = layers else { return Ok(None) };
     let mut some = numbers.iter().filter(|(_, number)| (start..stop).contains(number)).map(|(at, _)| *at);
     let none = || {
-        let what = format!("the blocks have none of the layers from {start} up to but without {stop}");
+        let what = format!("the blocks have no layer in range({start}, {stop})");
         invalid(py, "layers", what)
     };
     let first = some.next().ok_or_else(none)?;

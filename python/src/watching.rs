@@ -291,7 +291,7 @@ impl Events {
         let within = waiting::duration(py, "timeout", timeout)?;
         let until = Nanos(self.clock.now().0.saturating_add(within.as_nanos() as u64));
         let Some(mut source) = self.taken()? else {
-            return Err(Reason::Busy("the events have ended")).or_raise(py);
+            return Err(Reason::Busy("the stream of events has ended")).or_raise(py);
         };
         let first = waiting::run_until(py, &*self.clock, until, source.next());
         let mut events = Vec::new();
@@ -311,7 +311,7 @@ impl Events {
             None => self.put_back(source)?,
             Some(_) if !events.is_empty() => {}
             Some(Err(reason)) => return Err(reason).or_raise(py),
-            Some(Ok(_)) => return Err(Reason::Busy("the events have ended")).or_raise(py),
+            Some(Ok(_)) => return Err(Reason::Busy("the stream of events has ended")).or_raise(py),
         }
         Ok(events)
     }

@@ -128,7 +128,7 @@ class Looked(unittest.TestCase):
         self.assertEqual((self.report.verdict, hooks.told(self.report)), ("improve", ["engine 1.3.0: this version is not tested with Kvarts; tested versions: 1.2.3"]))
         report = hooks.look(hooks.Engine("engine", ("engine",), ("1",), (PART,)), os.path.join(self.place, "engine"))
         self.assertEqual((report.version, report.verdict), (None, "bad"))
-        self.assertEqual(hooks.told(report), ["engine is not installed for this Python: install it, or name its directory with --place"])
+        self.assertEqual(hooks.told(report), ["engine is not installed for this Python: install engine, or give its directory with --place"])
 
     def test_sources_that_cannot_be_read_are_missing_and_the_start_of_an_engine_goes_on(self):
         self.assertIn(("missing", "engine.base:Base"), self.found(base="class Base(:"))
@@ -157,7 +157,7 @@ class Looked(unittest.TestCase):
                     return probe.main(["vllm", *arguments]), out.getvalue()
 
         code, text = ran("--place", self.place)
-        self.assertEqual((code, text.splitlines()), (0, ["engine 1.2.3", "ours: the engine has an interface that the connector does not know: engine.base:Two", "other: the engine has all interfaces that the connector needs"]))
+        self.assertEqual((code, text.splitlines()), (0, ["engine 1.2.3", "ours: the engine has a new interface that the connector does not use: engine.base:Two", "other: the engine has all interfaces that the connector needs"]))
         code, text = ran("--place", self.place, "--json")
         told = {"engine": "engine", "version": "1.2.3", "tried": ["1.2.3"], "is_tried": True, "verdict": "improve"}
         told["connectors"] = [{"connector": "ours", "findings": [{"how": "new", "name": "engine.base:Two"}]}]

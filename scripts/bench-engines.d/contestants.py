@@ -3,8 +3,8 @@ source and not measured: a power cut cannot be made here."""
 
 from dataclasses import dataclass
 
-_TMP = "nothing is flushed: what the kernel had not written is lost, and a file may have its name and not its bytes"
-_DIRECT = "nothing is flushed: data has gone to the device, names of files and the device's own cache may be lost"
+_TMP = "nothing is flushed: data that the kernel has not written is lost, and a file may have its name but not its bytes"
+_DIRECT = "nothing is flushed: data was written to the device, but names of files and the device's cache may be lost"
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Entry:
 
 
 def _kvarts(name, memory, durable=False):
-    power = "what was acknowledged was flushed before" if durable else "what was acknowledged in the last moment may be lost, whole"
+    power = "acknowledged pages are flushed" if durable else "pages that were acknowledged shortly before may be lost, but never in part"
     settings = {"memory": memory, "durable": durable}
     return Entry(name, "kvarts", "kvarts_pages", "Kvarts", settings, power, "kvarts", server=True, ours=True, durable=durable)
 
@@ -40,7 +40,7 @@ def _lmcache(name, power, adapter, **more):
 def _raw_block(name, pages, **adapter):
     slot = (1 << 20) + 4096
     adapter = {"type": "raw_block", "device_path": "", "slot_bytes": slot, "use_odirect": True, **adapter}
-    power = "nothing is flushed but the index, once a minute when it is idle: what was put since is lost"
+    power = "only the index is flushed, once a minute when it is idle: later puts are lost"
     file = (pages + 64) * slot + (256 << 20)
     return _lmcache(name, power, adapter, settings={"file": file}, shared=False, fixed="1.00 and 256 MiB", needs="lmcache_rust_raw_block_io")
 
@@ -50,7 +50,7 @@ def _connectors():
     tier = {"type": "KvartsTier", "module_path": "kvarts.vllm", "identity": {"revision": "1"}, "timeout": 120}
     plugin = {"type": "native_plugin", "module_path": "kvarts.lmcache", "class_name": "Kvarts"}
     plugin["adapter_params"] = {"revision": "1", "dtype": "bf16", "timeout": 120}
-    power = "what was acknowledged in the last moment may be lost, whole"
+    power = "pages that were acknowledged shortly before may be lost, but never in part"
     return [
         Entry("kvarts in vLLM", "vllm", "vllm_tier", "Tier", {"tier": tier}, power, "vllm", server=True, ours=True),
         Entry("kvarts in LMCache", "lmcache", "lmcache_l2", "Adapter", {"adapter": plugin}, power, "lmcache", server=True, ours=True),
@@ -58,7 +58,7 @@ def _connectors():
 
 
 def all_of(pages):
-    """Every contestant, for stores of at most so many pages."""
+    """Every contestant, for stores of at most this number of pages."""
     fs = {"type": "fs", "root_dir": "PLACE"}
     return [
         _kvarts("kvarts", "shared"),

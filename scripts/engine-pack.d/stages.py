@@ -17,11 +17,11 @@ class Stage(NamedTuple):
 #: The most valuable first: one that is cut short costs what stands behind it.
 STAGES = (
     Stage("machine", 5, 90, "device, libraries, imports of the engine, the disk's own rate"),
-    Stage("plain", 40, 180, "the engine without a cache of its own behind it: outputs that all others must have, times of computing"),
-    Stage("layers", 45, 200, "Kvarts layer by layer: outputs and times from its pool and from disk"),
-    Stage("disk", 60, 280, "Kvarts on the disk: outputs and times from disk and from the host tier, a flipped bit, the server killed"),
+    Stage("plain", 40, 180, "the engine without a cache: the outputs that all other stages must have, and the times of computing"),
+    Stage("layers", 45, 200, "Kvarts layer by layer: outputs and times with prefixes from its pool and from disk"),
+    Stage("disk", 60, 280, "Kvarts on the disk: outputs and times with prefixes from disk and from the host tier, with a flipped bit and with a killed server"),
     Stage("own", 45, 150, "vLLM's own offloading to host memory"),
-    Stage("memory", 50, 180, "Kvarts in a file system in memory"),
+    Stage("memory", 50, 180, "Kvarts on a file system in memory"),
 )
 #: Seconds at the end of a run that belong to no stage: what is left is ended, results are written.
 RESERVE = 8
@@ -59,7 +59,7 @@ def run(stages, budget, results, start):
             continue
         seconds = budget.limit(stage)
         if seconds is None:
-            results.end(stage.name, "not begun", f"{max(0, budget.left()):.0f} s were left, it needs {stage.least}")
+            results.end(stage.name, "not begun", f"only {max(0, budget.left()):.0f} s were left, but the stage needs {stage.least} s")
             continue
         begun = time.monotonic()
         results.begin(stage.name)
@@ -136,7 +136,7 @@ def musts(facts):
         elif fact["what"] == "fault":
             found.append({"must": f"{fact['fault']}: {fact['expected']}", "found": fact["found"], "holds": fact["holds"]})
         elif fact["what"] == "first token" and fact.get("otherwise"):
-            text = f"{fact['source']}, {fact['length']} tokens: the whole prefix came from there each time"
+            text = f"{fact['source']}, {fact['length']} tokens: the whole prefix came from this source each time"
             found.append({"must": text, "found": json.dumps(fact["otherwise"]), "holds": False})
     small = any(fact["what"] == "tiny" for fact in facts)
     for length in sorted({length for _, length in taken}):

@@ -3,18 +3,18 @@
   python3 there.py keep PLACE            copies the folder of this file to PLACE, and lists the missing folders
   python3 there.py run PLACE OUT [OPTION...]
                                          copies the folder to PLACE, joins and unpacks all folders, and runs the stages that are not done yet
-      --seconds N       the limit for the whole run, joining included (540)
+      --seconds N       the limit for the whole run, including joining (540)
       --stages A,B      the stages to run, of: machine, plain, disk, own, memory (all that are not done)
-      --again           runs stages again that are done
+      --again           also runs the stages that are done
       --disk DIR        a directory on the disk to measure, with 20 GiB free (PLACE/disk)
       --memory DIR      a directory on a file system in memory, with 12 GiB free beside the 10 GiB of the engine's host tier (/dev/shm)
       --grow-shm        mounts /dev/shm again with a larger size if it is too small; requires root
-      --tiny            uses shapes that a processor can compute, to check that every stage runs; the times then say nothing
+      --tiny            uses shapes that a processor can compute, to check that every stage runs; the times are then meaningless
       --device KIND     cuda or cpu (cuda)
       --patience N      multiplies the limit of every stage by N, for a slow machine (1)
 
-Keep PLACE between calls, so that the next call can continue. Each call writes results.json, report.txt and logs.txt to OUT, again with every
-result."""
+Keep PLACE between calls, so that the next call can continue. Each call writes results.json, report.txt and logs.txt to OUT, and writes them again after
+each result."""
 
 import argparse
 import glob
@@ -182,7 +182,7 @@ def stop(process):
 def last_line(name):
     with open(name, encoding="utf-8", errors="replace") as file:
         lines = [line.strip() for line in file.read()[-20000:].splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 def logs(place, out):
@@ -216,7 +216,7 @@ def options():
     parser.add_argument("--patience", type=float, default=1)
     asked = parser.parse_args()
     if asked.do == "run" and asked.out is None:
-        parser.error("run: name the folder OUT for the results")
+        parser.error("run: give the folder OUT for the results")
     asked.disk = asked.disk or os.path.join(asked.place, "disk")
     return asked
 
@@ -234,7 +234,7 @@ def main():
             lost = parts.keep(os.path.dirname(folder), asked.place)
         index = parts.read_index(asked.place)
         numbers = [n for n, files in enumerate(index["folders"], 1) if set(files) & set(lost)]
-        print(f"of {len(index['folders'])} folders these are missing: {numbers or 'none'}", flush=True)
+        print(f"missing folders of {len(index['folders'])}: {numbers or 'none'}", flush=True)
         if asked.do == "keep":
             return 0
         joined = parts.join(asked.place)

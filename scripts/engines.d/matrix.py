@@ -27,8 +27,9 @@ FEATURES = {
 }
 _HEAD = """# Engines that were run
 
-Written by `scripts/engines matrix` out of what `scripts/engines check` has run, on a processor, with tiny random models and a real server: a row when
-a check has ended. What is not here was not run. What each check does, and its figures, is in [Engines](../docs/engines.md#tests-with-the-real-engines).
+`scripts/engines matrix` writes this page from the results of `scripts/engines check`: a row for each check that has ended. The checks run on a CPU,
+with tiny random models and a real server. Checks without a row were not run. [Engines](../docs/engines.md#tests-with-the-real-engines) describes the
+checks and their figures.
 """
 _ROW = re.compile(r"^\| (\S+ \S+) \| `([\w-]+)` \| (passed|FAILED|SKIPPED)(?:: (.*?))? \| (\S+) \| (\S+) \|$")
 

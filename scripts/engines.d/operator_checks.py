@@ -203,7 +203,7 @@ class Operator(Layers):
         return {name.removeprefix(self.FAILED): int(count) for name, count in engine.counters().items() if name.startswith(self.FAILED)}
 
     def blind(self, model, prompt, server, right):
-        """Seconds of the same where nobody asks what pays."""
+        """Seconds of the same without plans."""
         engine = Engine("vllm-blind", model, self.kvarts(server, plans=False, pool_bytes=512 << 20, timeout=10.0))
         engine.generate([[1, 2, 3]], tokens=2)
         with slow(server.process, server.directory, self.SLOW):

@@ -125,7 +125,7 @@ for name, (make, components) in KINDS.items():
         assert time.monotonic() < deadline, "not stored"
         time.sleep(0.01)
     assert [first.pop_completed_offload() for _ in range(2)] == [True, True], "not stored"
-    # Asked for with a page behind that nobody has.
+    # Asked for with a page behind that no store has.
     asked = transfers(name, 1, count + 1, size, 0, trailing=True)
     found = second.lookup("r", asked)
     last = count - 1

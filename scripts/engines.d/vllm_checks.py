@@ -344,7 +344,7 @@ class Layers(Course, Vllm):
         return f"{disk:.0f} of {self.full()} prompt tokens from the pool, nothing was read, {seconds:.2f} s, the same output"
 
     def several(self, name, kind="llama", blocks=0, **engine):
-        """An engine stores so many blocks, another one finds that."""
+        """An engine stores this number of blocks, and another one finds them."""
         model = model_of(self.python, kind)
         try:
             plain = Engine(f"vllm-{name}-plain", model, **engine)

@@ -14,9 +14,9 @@ PLAIN = os.path.join(FOLDER, "daemonset.yaml")
 #: How long one program may take.
 SECONDS = 60
 HEAD = """\
-# One server on each node with local disks. The chart beside this file renders these objects without settings (`scripts/kubernetes render`
-# writes them). docs/guides/kubernetes.md describes the requirements of the nodes, and how to make the Secret kvarts-tokens. The chart also has
-# rules for the Prometheus operator and a dashboard.
+# One server on each node with local disks. This file is the output of the chart with its default values (`scripts/kubernetes render` writes the
+# file). docs/guides/kubernetes.md describes the requirements of the nodes, and how to create the Secret kvarts-tokens. The chart can also create
+# alert rules for the Prometheus operator, and a dashboard.
 """
 
 

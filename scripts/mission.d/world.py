@@ -68,8 +68,8 @@ class Part:
             try:
                 return page(url)
             except (OSError, urllib.error.URLError):
-                expect(self.process.poll() is None, f"{self.name} ended: {self.log}")
-                expect(time.monotonic() < deadline, f"{self.name} does not answer: {self.log}")
+                expect(self.process.poll() is None, f"{self.name} ended too early: see {self.log}")
+                expect(time.monotonic() < deadline, f"{self.name} does not answer: see {self.log}")
                 time.sleep(0.2)
 
 

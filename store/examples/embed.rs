@@ -17,7 +17,7 @@ use kvarts_store::home::{Home, HomeOptions};
 const BLOCK_TOKENS: u32 = 64;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let directory = std::env::args_os().nth(1).ok_or("which directory? `embed DIRECTORY`")?;
+    let directory = std::env::args_os().nth(1).ok_or("usage: embed DIRECTORY")?;
     let options = Options { budget_bytes: 1 << 30, segment_bytes: 32 << 20, ..Options::default() };
     let home = Home::open(&HomeOptions {
         directories: vec![directory.into()],
@@ -26,13 +26,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     })?;
     let store = home.store();
 
-    // What a block of this model looks like, and what makes one usable.
+    // The shape of a block of this model, and the parts that a usable prefix needs.
     let spec = shipped::load("llama-3.1-8b").ok_or("the model is not shipped with kvarts")?;
     let geometry = spec.geometry();
     let group = geometry.groups().first().ok_or("the model has no state")?.group;
     let coordinate = geometry.coordinate(group, 1, 0)?;
     let shape = geometry.shape(group, coordinate, BLOCK_TOKENS)?;
-    // Everything that the bytes of a block depend on: two engines share blocks if all of it is equal.
+    // All values that determine the bytes of a block. Two engines share blocks if all of these values are equal.
     let arrangement = Arrangement::new("example", "canonical", "1");
     let identity = Identity::new("llama-3.1-8b", "0e9e39f", "bf16", arrangement, geometry, BLOCK_TOKENS);
     let namespace = store.register(&identity, geometry)?;
@@ -47,7 +47,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let put = PutRequest::prompt(namespace, group, coordinate, keys.clone(), from);
     println!("put: {:?}", block_on(store.put(put))??.outcomes);
 
-    // How much of a longer prompt is here?
+    // Looks up how many blocks of a longer prompt are stored.
     let longer: Vec<u32> = (0..12 * BLOCK_TOKENS).collect();
     let asked = text_keys(&longer, BLOCK_TOKENS);
     let found = store.match_prefix(&MatchRequest {
@@ -60,7 +60,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     })?;
     println!("match: {} of {} blocks", found.usable.longest.blocks, asked.len());
 
-    // Each layer is complete and verified when it is announced: the engine can compute with it while the next comes.
+    // Each layer is complete and verified when the read announces it. The engine can compute with this layer while the next layer is read.
     let into = Placed::blocks(&shape, BufMut::zeroed(bytes)?, keys.len() as u32)?;
     let read = store.read(ReadRequest::new(namespace, group, coordinate, keys, into))?;
     let mut layers = 0;

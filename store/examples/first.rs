@@ -1,4 +1,4 @@
-//! The shortest way into a store: the state of a prompt is put, found again for a longer prompt, and read layer by layer.
+//! The shortest use of a store: puts the state of a prompt, finds this state for a longer prompt, and reads it layer by layer.
 //!
 //! `cargo run --example first -- DIRECTORY`
 
@@ -8,8 +8,8 @@ use kvarts_contract::{BufMut, ModelBlocks};
 use kvarts_store::home::Home;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let directory = std::env::args_os().nth(1).ok_or("which directory? `first DIRECTORY`")?;
-    let home = Home::in_directory(directory, 1 << 30)?; // made if it is absent; at most 1 GiB on its disk
+    let directory = std::env::args_os().nth(1).ok_or("usage: first DIRECTORY")?;
+    let home = Home::in_directory(directory, 1 << 30)?; // created if absent; at most 1 GiB on its disk
     let blocks = ModelBlocks::new(home.store().clone(), "my-engine", "llama-3.1-8b", "0e9e39f", "bf16", 64)?;
 
     // What an engine computed for a prompt of 128 tokens: the bytes of two blocks, all layers of each.
@@ -18,16 +18,16 @@ fn main() -> Result<(), Box<dyn Error>> {
     state.fill(0x5a);
     println!("put: {:?}", blocks.put(&prompt, state)?.outcomes);
 
-    // Another prompt that begins with the same tokens: its first two blocks need not be computed again.
+    // Another prompt that begins with the same tokens: the engine need not compute its first two blocks again.
     let longer: Vec<u32> = (0..256).collect();
     let usable = blocks.matched(&longer)?;
     println!("match: {usable} of 4 blocks");
     let mut layers = blocks.read_layers(&longer, usable)?;
     for layer in &mut layers {
-        // Complete and verified: the engine computes with it while the next one comes.
+        // This layer is complete and verified: the engine computes with it while the next layer is read.
         println!("layer {}: {} blocks, {} bytes", layer.layer, layer.blocks, layer.bytes.len());
     }
-    // Fewer, where a block could not be read: the rest is computed again.
+    // If a block could not be read, there are fewer blocks, and the engine computes the rest.
     println!("read: {} blocks", layers.end().map_or(0, |end| end.usable_blocks));
     home.close()?;
     Ok(())

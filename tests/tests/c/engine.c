@@ -97,7 +97,7 @@ static size_t read_stretches(char *line, kvarts_stretch *all) {
 static void refusals(kvarts_client *client, kvarts_pool *pool, const kvarts_column *column) {
   kvarts_client *other = NULL;
   SAME(kvarts_connect(NULL, NULL, &other), KVARTS_INVALID);
-  SAME(strcmp(kvarts_why(), "endpoint is null"), 0);
+  SAME(strncmp(kvarts_why(), "endpoint is null: ", 18), 0);
   SAME(kvarts_connect("unix:/nowhere/at/all", NULL, &other) == KVARTS_OK, false);
   SAME(other, NULL);
   kvarts_memory *memory = NULL;

@@ -25,12 +25,12 @@
 {{- fail "cluster.enabled: set either cluster.members (etcd://...) or cluster.membersConfigMap, and not both" }}
 {{- end }}
 {{- if and .cluster.membersConfigMap (not .hostNetwork) }}
-{{- fail "cluster.membersConfigMap: a members' file needs addresses that do not change with a pod: set hostNetwork, or set cluster.members for etcd" }}
+{{- fail "cluster.membersConfigMap: a file of members requires addresses that do not change when a pod restarts: set hostNetwork, or use etcd (cluster.members)" }}
 {{- end }}
 {{- end }}
 {{- range $name, $value := .settings }}
 {{- if has $name (list "KVARTS_CLUSTER_ADDRESS" "KVARTS_CLUSTER_ETCD_AUTHORITY" "KVARTS_CLUSTER_ETCD_CERTIFICATE" "KVARTS_CLUSTER_ETCD_KEY" "KVARTS_CLUSTER_ETCD_PASSWORD" "KVARTS_CLUSTER_LANE_PORT" "KVARTS_CLUSTER_LISTEN" "KVARTS_CLUSTER_MEMBERS" "KVARTS_CLUSTER_SECRET" "KVARTS_COLD_BUCKET" "KVARTS_CONFIG" "KVARTS_LIMITS_INDEX" "KVARTS_LIMITS_MEMORY" "KVARTS_LIMITS_SHARED" "KVARTS_LISTEN_GRPC" "KVARTS_LISTEN_METRICS" "KVARTS_LISTEN_OPEN_METRICS" "KVARTS_LISTEN_OPEN_NETWORK" "KVARTS_LISTEN_SOCKET" "KVARTS_STORE_DIRECTORIES" "KVARTS_TLS_CERTIFICATE" "KVARTS_TLS_CLIENT_AUTHORITY" "KVARTS_TLS_KEY") }}
-{{- fail (printf "settings.%s: the variable is not allowed here, because the chart sets it or access depends on it: use the chart's own value" $name) }}
+{{- fail (printf "settings.%s: this variable is not allowed in settings, because the chart sets it, or because it affects access: use the corresponding value of the chart" $name) }}
 {{- end }}
 {{- end }}
 {{- end }}
