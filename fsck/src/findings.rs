@@ -100,8 +100,8 @@ labels! {
         "the checkpoint lists a segment as used, but the file of the segment is missing";
     /// A number without a file.
     SEGMENT_NUMBER_UNUSED = "segment-number-unused", Note,
-        "a segment file with a number below the last one is missing, as after a crash, an upgrade, an \
-        eviction or a smaller budget";
+        "the file of a segment is missing although a file with a higher number exists: normal after a crash, an \
+        upgrade, an eviction or a smaller budget";
     /// A used file that is too short.
     SEGMENT_TRUNCATED = "segment-truncated", Problem,
         "the file of a segment in use is shorter than the size of a segment";
@@ -113,13 +113,13 @@ labels! {
         "bytes follow the end of a segment; these bytes are never read";
     /// A checkpoint that cannot be what a crash left.
     CHECKPOINT_DAMAGED = "checkpoint-damaged", Problem,
-        "the header of a checkpoint, or a chunk of the newest one, is damaged";
+        "the header of a checkpoint, or a chunk of the newest checkpoint, is damaged";
     /// A checkpoint that a crash may have left.
     CHECKPOINT_HALF_WRITTEN = "checkpoint-half-written", Note,
         "power was cut while this checkpoint was being written; damage to an older checkpoint looks the same";
     /// A checkpoint of a newer version.
     CHECKPOINT_NEWER = "checkpoint-newer", Note,
-        "a newer program wrote the checkpoint in a version that this program does not know";
+        "a newer program wrote the checkpoint in a version that this program does not support";
     /// The header of a listed record and the footer differ.
     FOOTER_DISAGREES = "footer-disagrees", Problem,
         "footer and record are both valid but contradict each other: a writer's defect";
@@ -150,7 +150,7 @@ labels! {
         "a newer program wrote the payload in a layout or encoding that this program skips: the payload was not verified";
     /// A digest algorithm of later.
     UNKNOWN_DIGEST = "unknown-digest", Note,
-        "the digests are of an algorithm that this program does not know: the blocks were not verified";
+        "the digests are of an algorithm that this program does not support: the blocks were not verified";
     /// An encrypted payload.
     ENCRYPTED_PAYLOAD = "encrypted-payload", Note,
         "the payload is encrypted and cannot be verified without its key";

@@ -176,7 +176,7 @@ pub const BUGS: &[Bug] = &[
     bug(
         "follower-walks-every-step",
         "R30",
-        "a read that shares the load of another read walks all of its steps for each run",
+        "a read that shares the load of another read goes through all steps of its plan for each run",
     )
     .at(3),
     bug("footers-read-again", "R30", "a search for descendants of a key reads all footers repeatedly").at(36),
@@ -200,7 +200,7 @@ pub const BUGS: &[Bug] = &[
     bug(
         "tile-with-its-own-origins",
         "R31",
-        "each tile of a read uses the production that it finds in the index",
+        "each tile of a read uses the production that the index has at that moment",
     ),
     bug(
         "kept-tile-not-looked-up",
@@ -233,7 +233,7 @@ pub const BUGS: &[Bug] = &[
     bug(
         "coarse-holes-believed",
         "R32",
-        "single pages are punched although the file system frees none for them",
+        "single pages are punched although the file system frees no space for them",
     )
     .at(38),
     bug("given-back-unflushed", "R32", "bytes return to the budget although the flush of their hole failed")
@@ -271,7 +271,7 @@ pub const BUGS: &[Bug] = &[
     bug(
         "deletes-beside-a-return",
         "R44",
-        "deletes are acknowledged while a drive returns that received its deletes before them",
+        "deletes are acknowledged while a returning drive has received only the earlier deletes",
     )
     .at(13),
     bug(
@@ -283,12 +283,13 @@ pub const BUGS: &[Bug] = &[
     bug(
         "lost-bytes-counted",
         "R44",
-        "files that were counted before a drive failed stay in the budget without it",
+        "files that were counted before their drive failed still count in the budget",
     )
     .at(69),
     bug("given-up-graves-counted", "R44", "the deletes of a drive that is opened again are counted twice")
         .at(5),
-    bug("half-made-files-counted", "R44", "files that a failed drive has half of stay in the budget").at(13),
+    bug("half-made-files-counted", "R44", "unfinished files of a failed drive still count in the budget")
+        .at(13),
     bug("forgotten-while-out", "R44", "deletes are forgotten while an absent drive may have their blocks")
         .at(1),
     bug(
@@ -343,10 +344,15 @@ pub const BUGS: &[Bug] = &[
     bug(
         "epochs-start-over",
         "R38",
-        "the members of a service that has lost everything begin with the first epoch again",
+        "after a service has lost all data, its members begin with the first epoch again",
     ),
     bug("epoch-without-majority", "R38", "the members change before a majority has their epoch").at(2),
-    bug("members-of-the-gone", "R38", "the remaining members have no reachable majority").at(35),
+    bug(
+        "members-of-the-gone",
+        "R38",
+        "members are removed although no majority of the remaining members can be reached",
+    )
+    .at(35),
     bug("lapsed-stay", "R38", "a node whose registration has run out stays a member"),
     bug("two-changes-at-once", "R38", "all lost members are removed in one epoch").at(1),
     bug("moved-not-followed", "R38", "a member that has moved keeps its old address").at(1),
@@ -403,8 +409,12 @@ pub const BUGS: &[Bug] = &[
         "R42",
         "when the first block of an extent arrives, all of its blocks count as present",
     ),
-    bug("rests-stay", "R45", "blocks that a session left to its forks are still held after the last fork")
-        .at(1),
+    bug(
+        "rests-stay",
+        "R45",
+        "blocks that a session left to its forks are still held after the last fork has ended",
+    )
+    .at(1),
     bug("silent-peer-awaited", "R46", "a read waits for ever for a node that does not deliver a piece"),
     bug(
         "untaken-answer-kept",
