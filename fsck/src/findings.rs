@@ -113,7 +113,7 @@ labels! {
         "bytes follow the end of a segment; these bytes are never read";
     /// A checkpoint that cannot be what a crash left.
     CHECKPOINT_DAMAGED = "checkpoint-damaged", Problem,
-        "the header of a checkpoint, or a chunk of the newest one, is damaged";
+        "the header of a checkpoint, or a chunk of the newest checkpoint, is damaged";
     /// A checkpoint that a crash may have left.
     CHECKPOINT_HALF_WRITTEN = "checkpoint-half-written", Note,
         "power was cut while this checkpoint was being written; damage to an older checkpoint looks the same";
