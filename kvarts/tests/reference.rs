@@ -175,11 +175,11 @@ fn do_about(label: &str, severity: Severity) -> &'static str {
     match (severity, remedy(label)) {
         (Severity::Normal | Severity::Note, _) => "nothing",
         (_, Remedy::Repair) => "`kvarts fsck --repair --dry-run`, then `--repair`",
-        (_, Remedy::Device) => "look at the device (`dmesg`, `smartctl`), replace it",
-        (_, Remedy::Directories) => "give every directory of the store",
+        (_, Remedy::Device) => "check the device (`dmesg`, `smartctl`), then replace it",
+        (_, Remedy::Directories) => "name every directory of the store in the command",
         (_, Remedy::Start) => "start the server with all directories",
-        (_, Remedy::TakeOut) => "give the directory that replaced this one",
-        (_, Remedy::Access) => "run `kvarts fsck` as the store's user; look at `dmesg`",
+        (_, Remedy::TakeOut) => "name the directory that replaced this directory",
+        (_, Remedy::Access) => "run `kvarts fsck` as the store's user; check `dmesg`",
         (_, Remedy::Newer) => "use a newer kvarts",
     }
 }

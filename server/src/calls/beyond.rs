@@ -136,11 +136,11 @@ fn to_others(node: &ClusterNode) -> Link {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvarts_layout::Coordinate;
+    use kvarts_layout::StoreId;
 
     #[test]
     fn a_block_counts_once_in_however_many_columns_it_was_found() {
-        let (one, other) = (NodeId([1; 16]), NodeId([2; 16]));
+        let (one, other) = (StoreId([1; 16]), StoreId([2; 16]));
         let mut together = Together::default();
         for rank in 0..3u16 {
             let found = Found {
@@ -149,8 +149,7 @@ mod tests {
                 with: [(one, vec![1, 3])].into(),
                 unreadable: [(other, vec![2 - u32::from(rank)])].into(),
             };
-            let coordinate = Coordinate { tensor: rank, ..Coordinate::default() };
-            together.add((Group(0), coordinate), found);
+            together.add((Group(rank.into()), Coordinate::default()), found);
         }
         let counts = |node| together.with.get(&node).map(|(has, lost)| (has.count(), lost.count()));
         assert_eq!((together.unasked.count(), together.columns.len()), (4, 3));

@@ -40,7 +40,7 @@ counts! {
     waited_reads;
     /// Blocks of the bucket that look-ups without a plan reported as present.
     offered_blocks;
-    /// Blocks that the directory listed on another node, and that the other node did not deliver in time; they were requested from the bucket instead.
+    /// Blocks that were requested from the bucket, because the node for which the directory listed the block did not deliver it in time.
     not_from_nodes_blocks;
     /// Bytes of restored blocks that reads received before the blocks were stored on disk.
     given_bytes;

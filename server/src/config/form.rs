@@ -249,7 +249,7 @@ settings! {
     cluster_serve_rate, "cluster", "serve_rate", "KVARTS_CLUSTER_SERVE_RATE", "cluster-serve-rate", "SIZE", "no limit";
     /// What a put does with a block that another node already stores: store, keep (store for cluster.copy_hold) or single (do not store)
     cluster_put, "cluster", "put", "KVARTS_CLUSTER_PUT", "cluster-put", "NAME", "store";
-    /// A block of another node is copied to this node when the block is read this often, in reads a second; 0 for never
+    /// A block of another node is copied to this node at this number of reads a second or more; 0 for never
     cluster_hot_reads, "cluster", "hot_reads", "KVARTS_CLUSTER_HOT_READS", "cluster-hot-reads", "NUMBER", "8";
     /// Time to live of automatic copies, in seconds: copies of hot blocks (cluster.hot_reads), and blocks that a put keeps (cluster.put)
     cluster_copy_hold, "cluster", "copy_hold", "KVARTS_CLUSTER_COPY_HOLD", "cluster-copy-hold", "SECONDS", "600";
@@ -267,15 +267,15 @@ settings! {
     cold_memory, "cold", "memory", "KVARTS_COLD_MEMORY", "cold-memory", "SIZE", "limits.memory, but at least 128 MiB and at most 256 MiB";
     /// Upload blocks to the bucket before their eviction: on or off
     cold_spill, "cold", "spill", "KVARTS_COLD_SPILL", "cold-spill", "NAME", "on";
-    /// Only blocks with at least this number of recent uses are uploaded; 0 to 3
+    /// Minimum number of recent uses of an uploaded block; 0 to 3
     cold_uses, "cold", "uses", "KVARTS_COLD_USES", "cold-uses", "NUMBER", "1";
-    /// Only blocks that are at least this old, and do not expire within the same time, are uploaded; in seconds
+    /// Minimum age of an uploaded block, in seconds; blocks that expire within the same time are not uploaded
     cold_age, "cold", "age", "KVARTS_COLD_AGE", "cold-age", "SECONDS", "600";
-    /// Blocks with more bytes a token than this are not uploaded, because computing them is faster than restoring them
+    /// Maximum number of bytes a token of an uploaded block; larger blocks are faster to compute than to restore
     cold_token_bytes, "cold", "token_bytes", "KVARTS_COLD_TOKEN_BYTES", "cold-token-bytes", "SIZE", "no limit";
     /// Limit of the bytes that are uploaded to the bucket in a second
     cold_rate, "cold", "rate", "KVARTS_COLD_RATE", "cold-rate", "SIZE", "64 MiB";
-    /// Whether look-ups of connectors count blocks of the bucket: off, on, or the number of tokens that an engine computes in a second (a block counts if its restore is faster)
+    /// Whether look-ups of connectors count blocks of the bucket: off, on, or the number of tokens that an engine computes in a second (a block then counts if restoring it is faster than computing it)
     cold_offer, "cold", "offer", "KVARTS_COLD_OFFER", "cold-offer", "NAME", "off";
     /// Path from files to device memory: auto, direct, compatibility or staging
     cufile, "device", "cufile", "KVARTS_DEVICE_CUFILE", "cufile", "NAME", "auto";

@@ -89,7 +89,7 @@ fn directory(out: &mut String, status: &Status) {
     labelled(out, "kvarts_cluster_hot_blocks_total", "counter", help, "how", how);
     let PutCounts { kept, held, owned, unasked } = status.puts;
     let how = [("kept", kept), ("held", held), ("owned", owned), ("unasked", unasked)];
-    let help = "Blocks in puts, by whether another node already had them: kept (another node had the block or owned its chain; stored for a time), held (another node had the block; not written), owned (another node had the block, but this node owned its chain; stored), unasked (unknown, because the directory did not answer in time; stored).";
+    let help = "Blocks in puts, by outcome: kept (another node had the block or owned its chain, so this node stored the block for a limited time), held (another node had the block, so this node did not store it), owned (another node had the block, but this node owned its chain and stored the block), unasked (the directory did not answer in time, so this node stored the block).";
     labelled(out, "kvarts_cluster_put_blocks_total", "counter", help, "how", how);
     let OfferCounts { forwarded, last, taken, copied, failed } = status.offers;
     let what =
@@ -111,7 +111,7 @@ fn served(out: &mut String, status: &Status) {
     let help = "Connections over which other nodes read from this node.";
     one(out, "kvarts_cluster_served_connections", "gauge", help, connections);
     let how = [("let_in", let_in), ("cut", cut)];
-    let help = "Connections over which other nodes read from this node: accepted; refused or cut.";
+    let help = "Connections over which other nodes read from this node, by result: let_in (accepted), or cut (refused, or closed early).";
     labelled(out, "kvarts_cluster_served_connections_total", "counter", help, "how", how);
     one(out, "kvarts_cluster_served_pieces_total", "counter", "Pieces served to other nodes.", pieces);
     one(out, "kvarts_cluster_served_bytes_total", "counter", "Bytes served to other nodes.", bytes);

@@ -56,7 +56,7 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
     one(out, "kvarts_cold_paused", "gauge", help, u8::from(counted.is_paused));
     let help = "1 while uploads are off, because the bucket does not support conditional puts.";
     one(out, "kvarts_cold_read_only", "gauge", help, u8::from(counted.is_read_only));
-    let help = "Namespaces whose manifest in the bucket is known.";
+    let help = "Namespaces whose manifest the server has read from the bucket.";
     one(out, "kvarts_cold_manifests", "gauge", help, counted.manifests);
     let help = "Approximate memory of manifests and indexes of packs, in bytes.";
     one(out, "kvarts_cold_memory_bytes", "gauge", help, counted.memory);

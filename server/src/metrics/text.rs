@@ -149,7 +149,7 @@ fn engine(out: &mut String, state: &ServerState) {
         out,
         "kvarts_tombstones",
         "gauge",
-        "Tombstones: deletes that the store remembers until no copy of the deleted blocks can come back.",
+        "Tombstones: deletes that the store keeps until no copy of the deleted blocks can reappear after a crash.",
         tombstones,
     );
     by_kind(out, space.total);
@@ -442,7 +442,7 @@ fn memory(out: &mut String, state: &ServerState) {
             let _ = writeln!(out, "{name}{{part=\"{part}\"}} {bytes}");
         }
     };
-    let help = "Memory that requests use, in bytes, by part; the tile cache is not included. At the limit, further requests wait.";
+    let help = "Memory that requests use, in bytes, by part: small (for reads of up to 256 KiB) or large (for all other requests). The tile cache is not included. At the limit, further requests wait.";
     family("kvarts_request_memory_bytes", help, usage.map(|part| part.used));
     let help = "The highest kvarts_request_memory_bytes since the start.";
     family("kvarts_request_memory_peak_bytes", help, usage.map(|part| part.used_max));
@@ -452,7 +452,7 @@ fn memory(out: &mut String, state: &ServerState) {
         out,
         "kvarts_kept_tiles_bytes",
         "gauge",
-        "Memory of the tile cache, which keeps tiles of earlier reads, by part of the memory for requests.",
+        "Memory of the tile cache, which keeps tiles of earlier reads, by part of the memory for requests (see kvarts_request_memory_bytes).",
     );
     for (number, part) in ["large", "small"].into_iter().enumerate() {
         let bytes = state.memory.tiles().bytes(number);
