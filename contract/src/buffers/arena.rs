@@ -33,7 +33,7 @@ pub struct ArenaUse {
     pub total: usize,
 }
 
-/// Where the pieces of one user may lie, in bytes of the region: in its own range first, in which nobody else has pieces, and in one that
+/// Where the pieces of one user may lie, in bytes of the region: in its own range first, in which no other user has pieces, and in one that
 /// is shared with others. Either may be empty.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Within {

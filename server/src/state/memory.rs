@@ -338,7 +338,7 @@ mod tests {
         assert_eq!(own, (main.total / 6 / PAGE * PAGE) as u64);
         let piece = take(3, own).expect("all of it at once");
         assert!(take(3, 8192).is_some(), "and of the small part");
-        // Divided among more, nobody has less than is set aside; what is held stays where it is.
+        // Divided among more, no tenant has less than is set aside; what is held stays where it is.
         drop(piece);
         shares.divide(&[1, 2, 3, 4]);
         held.clear();

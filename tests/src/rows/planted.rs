@@ -427,7 +427,8 @@ pub const BUGS: &[Bug] = &[
         "shares-without-places",
         "R46",
         "pieces of other tenants leave gaps in what is set aside for a tenant",
-    ),
+    )
+    .at(3),
     // The last ones take long to be found: the merge tier does without them.
     bug(
         "duplicate-into-the-places",
