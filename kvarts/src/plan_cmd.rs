@@ -240,7 +240,7 @@ fn calibrate(path: &Path, engine: &EngineArgs, json: bool, out: &mut dyn Write) 
     }
     writeln!(out, "{}", interpolated.told())?;
     writeln!(out, "{} ({} on {}, times {:.3})", scaled.told(), engine.model, engine.device, scaled.factor())?;
-    Ok(writeln!(out, "the better model, chosen by its error on samples that were left out: {taken}")?)
+    Ok(writeln!(out, "the model with the smaller error on samples that were left out of the fit: {taken}")?)
 }
 
 /// The bandwidth at which a prefix takes as long to load as to compute.
@@ -281,7 +281,8 @@ fn break_even(tokens: u64, json: bool, out: &mut dyn Write) -> Result<(), Failur
     write!(out, "{table}")?;
     Ok(writeln!(
         out,
-        "GB/s for each device from which loading a prefix of {tokens} tokens is faster than computing it"
+        "The figures are disk speeds in GB/s. Above this speed, a device loads a prefix of {tokens} \
+        tokens faster than it computes the prefix."
     )?)
 }
 

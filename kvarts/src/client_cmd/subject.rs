@@ -321,7 +321,7 @@ fn agree(file: &Path, identity: &Identity, given: &Path, spec: &ModelSpec) -> Re
     let other = shipped::load(&name).filter(|other| other.geometry() != spec.geometry());
     let Some(other) = other else { return Ok(()) };
     Err(Failure::User(format!(
-        "the model in {} is {}, but the blocks of --model {} differ from its blocks: correct the file or the option",
+        "the model in {} is {}, but --model {} has blocks of another shape: correct the file or the option",
         file.display(),
         other.name(),
         given.display(),

@@ -182,7 +182,12 @@ fn from_files(
     });
     let pushed = pushed?;
     let exported = exported
-        .map_err(|_| Failure::user("the export of the store ended because of a defect of this program"))?
+        .map_err(|_| {
+            Failure::user(
+                "a defect in kvarts, please report it: the thread that reads the \
+            store panicked",
+            )
+        })?
         .map_err(Failure::user)?;
     let (store_problems, left_out) = (contents.findings.problem_count, exported.blocks_left_out);
     if exported.totals.blocks == 0 && left_out == 0 && !arguments.wanted.all {

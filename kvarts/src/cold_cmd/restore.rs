@@ -156,7 +156,7 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     if report.lost + report.refused > 0 {
         writeln!(
             out,
-            "{} blocks were lost, {} refused; the first: {}. Run kvarts cold fsck.",
+            "{} blocks were lost and {} were refused. The first cause: {}. Run kvarts cold fsck.",
             grouped(report.lost),
             grouped(report.refused),
             report.why.as_deref().unwrap_or("the reason is unknown")

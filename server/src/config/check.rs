@@ -82,7 +82,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let metrics = decided.or("listen.metrics", set.metrics.as_ref(), default(METRICS_PORT));
     let segment = set.segment.as_ref().map(|text| sized("store.segment", text)).transpose()?;
     if segment.is_none() {
-        decided.or("store.segment", None, "the store's own, or 256 MiB when it is made");
+        decided.or("store.segment", None, "the segment size of the store, or 256 MiB for a new store");
     }
     let (few, own) = (cores().min(2), executors_of(cores(), directories.len()));
     let executors = decided.or("store.executors", set.executors.as_ref(), own);
