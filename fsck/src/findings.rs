@@ -100,8 +100,8 @@ labels! {
         "the checkpoint lists a segment as used, but the file of the segment is missing";
     /// A number without a file.
     SEGMENT_NUMBER_UNUSED = "segment-number-unused", Note,
-        "a segment file with a number below the last one is missing, as after a crash, an upgrade, an \
-        eviction or a smaller budget";
+        "a segment file with a number below the highest number is missing, as after a crash, an upgrade, \
+        an eviction or a smaller budget";
     /// A used file that is too short.
     SEGMENT_TRUNCATED = "segment-truncated", Problem,
         "the file of a segment in use is shorter than the size of a segment";
