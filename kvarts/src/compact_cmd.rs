@@ -47,10 +47,10 @@ pub(crate) struct CompactArgs {
     /// All directories of a store that no server uses; without a directory, a running server compacts its store
     #[arg(value_name = "DIR")]
     directories: Vec<PathBuf>,
-    /// Write a new store into this directory, and leave the old one unchanged; once for each directory of the new store
+    /// Write a new store into this directory, and leave the old store unchanged; give --to once for each directory of the new store
     #[arg(long, value_name = "DIR", requires = "directories")]
     to: Vec<PathBuf>,
-    /// Shards of the new store [default: as in the old one]
+    /// Shards of the new store [default: as in the old store]
     #[arg(long, requires = "to", value_parser = clap::value_parser!(u32).range(1..=4096))]
     shards: Option<u32>,
     /// Rewrite segments with less than this percentage of live bytes

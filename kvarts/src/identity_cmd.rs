@@ -14,7 +14,7 @@ use kvarts_terminal::Failure;
 /// Arguments of `kvarts identity`.
 #[derive(Args, Debug)]
 pub(crate) struct IdentityArgs {
-    /// The model: the name of a shipped one, or the file of a spec
+    /// The model: the name of a shipped model, or the file of a spec
     #[arg(long, value_name = "NAME|FILE", required_unless_present = "page_bytes")]
     model: Option<PathBuf>,
     /// Instead of a model: flat pages with this number of bytes

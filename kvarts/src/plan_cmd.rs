@@ -79,7 +79,7 @@ struct RestoreArgs {
     /// Leading tokens that are stored
     #[arg(long, default_value_t = 28_672)]
     stored: u64,
-    /// Number of these tokens in the host's memory
+    /// Number of the stored tokens that are in the host's memory
     #[arg(long, default_value_t = 0)]
     in_dram: u64,
     /// Read speed of the disks, in GB/s: `kvarts doctor DIR` measures it (1,000 MiB/s are 1.05 GB/s)
@@ -414,8 +414,8 @@ fn routed(arguments: &RouteArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let Some(best) = route.best() else {
         return Err(fault(
             path,
-            "no node can serve the request: give a node that decodes, or set `network_bytes_per_ms` \
-            of a node that only prefills",
+            "no node can serve the request: add a node that decodes to the file, or set \
+            `network_bytes_per_ms` of the nodes that only prefill",
         ));
     };
     if arguments.json {

@@ -17,10 +17,10 @@ use kvarts_terminal::{Align, Table};
 pub(crate) struct SearchArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// Promised 99th percentile of the time to the first token, in milliseconds
+    /// Target for the 99th percentile of the time to the first token, in milliseconds
     #[arg(long, value_name = "MS")]
     ttft_ms: f64,
-    /// Promised 99th percentile of the time for each further token, in milliseconds
+    /// Target for the 99th percentile of the time for each further token, in milliseconds
     #[arg(long, value_name = "MS")]
     tpot_ms: f64,
     /// Maximum number of runs

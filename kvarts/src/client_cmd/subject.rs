@@ -132,13 +132,13 @@ pub(crate) struct ModelArgs {
     /// The identity of the blocks, a TOML or JSON file (`kvarts identity` makes a template)
     #[arg(long, value_name = "FILE")]
     identity: Option<PathBuf>,
-    /// The model: the name of a shipped one, or the file of a spec
+    /// The model: the name of a shipped model, or the file of a spec
     #[arg(long, value_name = "NAME|FILE")]
     pub(super) model: Option<PathBuf>,
     /// Instead of a model: flat pages with this number of bytes
     #[arg(long, value_name = "SIZE", value_parser = crate::sizes::bytes, conflicts_with = "model")]
     page_bytes: Option<u64>,
-    /// The group of the blocks [default: the first of the model]
+    /// The group of the blocks [default: the first group of the model]
     #[arg(long)]
     group: Option<u32>,
     /// Number of tensor-parallel ranks

@@ -24,10 +24,10 @@ use crate::offline::write_json;
 pub(super) struct RestoreArgs {
     #[command(flatten)]
     into: Destination,
-    /// Only this namespace
+    /// Restore only this namespace
     #[arg(long, value_name = "ID", conflicts_with = "all", required_unless_present = "all")]
     namespace: Option<NamespaceId>,
-    /// Everything
+    /// All namespaces of the bucket
     #[arg(long)]
     all: bool,
     #[command(flatten)]

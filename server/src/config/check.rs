@@ -348,12 +348,12 @@ fn too_small(text: &str, bytes: u64) -> String {
     let such = "or a part of the disks such as 90%";
     // With a unit, or as nothing, it was meant: another unit would be a guess.
     if bytes == 0 || text.contains(|c: char| !c.is_ascii_digit()) {
-        return format!("{text} is smaller than any store: write a size such as 64G, {such}");
+        return format!("{text} is smaller than the smallest store: write a size such as 64G, {such}");
     }
     let shown = human::bytes(bytes);
     match size::percent(&format!("{text}%")) {
-        Some(Ok(part)) => format!("{text} is {shown}: write {part}% of the disks, or {text}G"),
-        _ => format!("{text} is {shown}: write a unit, such as {text}G, {such}"),
+        Some(Ok(part)) => format!("{text} means {shown}: write {part}% of the disks, or {text}G"),
+        _ => format!("{text} means {shown}: write a unit, such as {text}G, {such}"),
     }
 }
 
