@@ -148,8 +148,8 @@ typedef struct kvarts_descriptor {
 /* Opens a queue for transfers of blocks of one column. `depth` is the maximum number of transfers that are posted and not yet polled; 0 selects
  * the default. `ttl_ms` has the same meaning as in kvarts_draft_put. */
 kvarts_status kvarts_queue_open(const kvarts_client *client, const kvarts_column *column, uint32_t depth, uint64_t ttl_ms, kvarts_queue **queue);
-/* Cancels the transfers in progress. Their completions can no longer be polled, so the caller cannot know when the library stops using registered
- * memory: such memory must then stay mapped. To unmap it, cancel and poll the transfers before you free the queue. */
+/* Cancels the transfers in progress. Their completions can no longer be polled, so the caller cannot detect when the library stops using
+ * registered memory: such memory must then stay mapped. To unmap it, cancel and poll the transfers before you free the queue. */
 void kvarts_queue_free(kvarts_queue *queue);
 /* Returns a descriptor for poll(2), which is readable exactly while completions wait. The queue owns it; do not read from it. Returns -1 if the queue
  * is null. */
@@ -189,9 +189,9 @@ typedef struct kvarts_completion {
   kvarts_status first; /* the status of the first key without KVARTS_OK; KVARTS_OK if there is none */
 } kvarts_completion;
 
-/* Takes the completion of the transfer that was posted first among those that have ended; `is_there` receives false if there is none. `results`
- * receives a kvarts_status for each key, in the order of the keys, at most `room`; it may be null if `room` is 0. If a key has a status other than
- * KVARTS_OK, kvarts_why returns the error text of the first such key. */
+/* Takes the completion of one transfer: of the ended transfers, the transfer that was posted first. `is_there` receives false if none has
+ * ended. `results` receives a kvarts_status for each key, in the order of the keys, at most `room`; it may be null if `room` is 0. If a key
+ * has a status other than KVARTS_OK, kvarts_why returns the error text of the first such key. */
 kvarts_status kvarts_queue_poll(const kvarts_queue *queue, kvarts_completion *completion, uint8_t *results, size_t room, bool *is_there);
 
 /* -- The cost of a prefix -------------------------------------------------------------------------------------------------------------- */
@@ -232,7 +232,7 @@ kvarts_status kvarts_stage_begin(const kvarts_pool *pool, const kvarts_column *c
 /* Releases the blocks, and stops reads that no other stage waits for. */
 void kvarts_stage_free(kvarts_stage *stage);
 /* Waits until the stage has ended, at most `timeout_ms`; with 0 it returns immediately. `staged` receives the number of leading blocks that are in
- * the pool, and held, in every column; `is_over` whether the stage has ended. Either may be null. */
+ * the pool, and held, in every column; `is_over` receives whether the stage has ended. Both parameters may be null. */
 kvarts_status kvarts_stage_wait(const kvarts_stage *stage, uint64_t timeout_ms, uint32_t *staged, bool *is_over);
 /* KVARTS_OK if all blocks are staged or the stage has not ended; otherwise the reason why the first missing block is not staged. */
 kvarts_status kvarts_stage_outcome(const kvarts_stage *stage);
@@ -240,7 +240,7 @@ kvarts_status kvarts_stage_outcome(const kvarts_stage *stage);
  * stretches. */
 kvarts_status kvarts_stage_stretches(const kvarts_stage *stage, size_t column, kvarts_stretch *stretches, size_t room, size_t *count);
 
-/* -- Drafts: room for blocks to save, and the put from there --------------------------------------------------------------------------- */
+/* -- Drafts: space for blocks to save, and the put of these blocks ---------------------------------------------------------------------- */
 
 typedef struct kvarts_draft kvarts_draft;
 
@@ -252,10 +252,10 @@ typedef enum kvarts_outcome {
   KVARTS_NOT_STORED = 4
 } kvarts_outcome;
 
-/* Reserves room in the pool for `count` consecutive blocks of a chain. `first_block` is the number of blocks before them in the chain. */
+/* Reserves space in the pool for `count` consecutive blocks of a chain. `first_block` is the number of blocks before them in the chain. */
 kvarts_status kvarts_draft_begin(const kvarts_pool *pool, const kvarts_column *column, const uint8_t *keys, size_t count, uint32_t first_block,
                                  kvarts_draft **draft);
-/* Frees the room. The library reuses it when no save that was begun with the draft writes there any more. */
+/* Frees the space. The library reuses the space when no save that was begun with the draft writes there any more. */
 void kvarts_draft_free(kvarts_draft *draft);
 /* Writes the places of the blocks, as kvarts_stage_stretches does. Fails after kvarts_draft_put. */
 kvarts_status kvarts_draft_stretches(const kvarts_draft *draft, kvarts_stretch *stretches, size_t room, size_t *count);
@@ -276,8 +276,8 @@ typedef struct kvarts_saving kvarts_saving;
 
 /* Opens a device: `cuda:N` in the primary context of this process, or `emulated`, which is memory of this process. A worker needs one lander. It
  * allocates three rings of `ring_bytes` on the device (for landings, for landings whose pages are still in use at their start, and for saves); 0
- * selects the default size. A landing or a save that takes longer than `timeout_ms`, counted from the end of the one before it, is stuck: the
- * library never frees its memory, and every later call fails with this error. */
+ * selects the default size. A landing or a save is stuck if it takes longer than `timeout_ms`, counted from the end of the previous
+ * landing or save: the library never frees its memory, and every later call fails with this error. */
 kvarts_status kvarts_lander_open(const char *device, uint64_t ring_bytes, uint64_t timeout_ms, kvarts_lander **lander);
 void kvarts_lander_free(kvarts_lander *lander);
 /* Registers the memory of a pool with the device. Call it once for each pool: copies with unregistered memory may wait inside the driver. */
