@@ -291,7 +291,10 @@ fn a_faulty_configuration_is_refused_with_the_missing_fact() {
     );
     let line = import("unknown.json", &CONFIG.replace("\"qwen3_moe\"", "\"zamba9\""));
     assert!(
-        line.contains("the architecture `zamba9` is not known. These facts about it are missing: "),
+        line.contains(
+            "the architecture `zamba9` is not supported, because these facts about it are \
+            missing: "
+        ),
         "{line}"
     );
     let line = import("broken.json", "{\"model_type\": ");

@@ -180,8 +180,16 @@ const DUAL: [Bar; 17] = [
     most("failover_errors", 0.0, "blocks that were not read because of the kill"),
     least("peer_ratio", 0.85, "speed of the unlimited lane, relative to a bare copy over a socket"),
     most("peer_cpu_ratio", 1.30, "processor time of the lane without digests, relative to the bare copy"),
-    least("peer_large_ratio", 0.85, "the same in pieces of 4 MiB"),
-    most("peer_large_cpu_ratio", 1.30, "the same in pieces of 4 MiB"),
+    least(
+        "peer_large_ratio",
+        0.85,
+        "speed of the unlimited lane in pieces of 4 MiB, relative to a bare copy over a socket",
+    ),
+    most(
+        "peer_large_cpu_ratio",
+        1.30,
+        "processor time of the lane without digests in pieces of 4 MiB, relative to the bare copy",
+    ),
     most("lookup_round_trips", 3.0, "a look-up of 4,096 keys over 8 nodes, in round trips of bare sockets"),
     most("announced_s_per_million", 20.0, "seconds until a million blocks are announced"),
     most("directory_bytes_per_entry", 48.0, "bytes of the directory for each copy"),

@@ -147,7 +147,7 @@ mod tests {
         let nameless = "ab".repeat(16);
         assert_eq!(
             shown(&one),
-            format!("  8 with n1:7400\n  2 with {nameless} cannot be read: connection refused\n")
+            format!("  8 blocks on n1:7400\n  2 blocks on {nameless} cannot be read: connection refused\n")
         );
         assert_eq!(
             shown(&cluster(4, 3, vec![])),

@@ -136,8 +136,9 @@ fn is_in_use(directories: &[PathBuf], live: bool) -> Result<bool, Failure> {
                 return Err(Failure::Refused(Refusal::new(
                     "in-use",
                     format!("{shown} is in use by another process"),
-                    "without DIR the command asks the server to push into its own bucket; --live reads the \
-                    files of a running server, and may push blocks that are deleted during the push",
+                    "run the command without DIR: the server then pushes into its own bucket; or use \
+                    --live, which reads the files of a running server, and may push blocks that are \
+                    deleted during the push",
                 )));
             }
             // What else is wrong is told where it is read.

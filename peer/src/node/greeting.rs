@@ -174,7 +174,10 @@ mod tests {
         let good = greeting(ME, b"secret");
         assert_eq!(both(good.clone(), PEER, greeting(PEER, b"secret")).await, (None, Some(ME)));
         let (told, who) = both(good.clone(), PEER, greeting(PEER, b"another")).await;
-        assert!(told.is_some_and(|told| told.contains("the cluster secrets of the two nodes differ")) && who.is_none());
+        assert!(
+            told.is_some_and(|told| told.contains("the cluster secrets of the two nodes differ"))
+                && who.is_none()
+        );
         // One that was meant for another node.
         let (told, who) = both(good, PEER, greeting(StoreId([3; 16]), b"secret")).await;
         assert!(told.is_some() && who.is_none());
