@@ -130,8 +130,10 @@ pub(super) fn run(arguments: &GpuArgs, out: &mut dyn Write) -> Result<(), Failur
         report.median("pipeline_ratio", ratio);
         report.median("serial_ratio", serial);
         if models.len() > 1 {
-            report
-                .note("pipeline_ratio and serial_ratio are those of the model with the lower pipeline_ratio");
+            report.note(
+                "pipeline_ratio and serial_ratio are the values of the model with the lower \
+                    pipeline_ratio",
+            );
         }
     }
     report.write(arguments.json, out)

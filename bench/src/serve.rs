@@ -160,7 +160,10 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
         report.number("small_reader_noisy_p99_to_bare", ours / bare);
         report.number("small_reader_hot_noisy_p99_to_bare", kept / bare);
     }
-    report.note("both sides' work is in the CPU figures: clients and servers share this process");
+    report.note(
+        "the CPU figures include the work of the clients and the servers, because both run in \
+        this process",
+    );
     for Ground { daemon, served, .. } in [warm, cold, hot] {
         drop(served);
         runtime.block_on(daemon.stop()).map_err(Failure::User)?;

@@ -292,7 +292,7 @@ async fn read_pack(
         if index.id() == pack {
             Ok(bytes.into())
         } else {
-            Err(FormatError::Rule("the object contains another pack than the one of its name"))
+            Err(FormatError::Rule("the name of the object differs from the name of the pack in the object"))
         }
     })))
 }

@@ -92,7 +92,7 @@ impl ColdError {
     pub fn for_tenants(&self) -> &'static str {
         match self {
             Self::Budget(_) => "the daily budget of the bucket is used up: retry after midnight UTC",
-            Self::Contended(_) => "other writers changed the same manifest: retry",
+            Self::Contended(_) => "other writers changed the manifest at the same time: retry",
             Self::ReadOnly(_) => {
                 "the bucket is read-only for kvarts, so deletes cannot be recorded in the bucket"
             }

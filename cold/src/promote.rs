@@ -453,7 +453,7 @@ impl Putting<'_> {
             }
             None => {
                 restored.refused += count;
-                restored.tell("the memory for restores has no place for a run of blocks");
+                restored.tell("a run of blocks could not be placed in the memory for restores");
             }
         }
     }

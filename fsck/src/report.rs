@@ -212,8 +212,8 @@ impl Report {
                     };
                     writeln!(
                         out,
-                        "clean as far as it was checked: {segments} segments in use were not checked; `kvarts scrub` lets the server \
-                         check the blocks of these segments{payloads}"
+                        "no problem was found, but {segments} segments in use were not checked; `kvarts \
+                        scrub` lets the server check the blocks of these segments{payloads}"
                     )?;
                 }
             }
@@ -327,8 +327,8 @@ mod tests {
             assert!(both.contains(says) && both.contains("fsck --repair --dry-run"), "{both}");
         }
         let live = text(&[findings::LIVE_TAIL_SKIPPED, findings::PADDING_TORN]);
-        let unchecked = "clean as far as it was checked: 1 segments in use were not checked; `kvarts scrub` lets the server check \
-                         the blocks of these segments\n";
+        let unchecked = "no problem was found, but 1 segments in use were not checked; `kvarts scrub` \
+            lets the server check the blocks of these segments\n";
         assert!(live.contains(unchecked), "{live}");
         assert!(!live.contains("nothing to do"), "an unchecked segment counts as sound: {live}");
         let quick = Report::new(&Checked::default(), Level::Quick, (0, 0.0)).text();

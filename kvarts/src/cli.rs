@@ -73,7 +73,7 @@ enum Command {
     Gpu(gpu_cmd::GpuArgs),
     /// Check whether a running server is ready; the exit code gives the result
     Health(health_cmd::HealthArgs),
-    /// Print a template of an identity, the fields that decide the bytes of blocks
+    /// Print a template of an identity: the fields that determine the bytes of blocks
     Identity(identity_cmd::IdentityArgs),
     /// Import the blocks of an exported file into a store
     Import(import_cmd::ImportArgs),
@@ -99,7 +99,7 @@ enum Command {
     Reload(client_cmd::AdminArgs),
     /// Replace lost directories of a store with empty ones, offline
     Replace(replace_cmd::ReplaceArgs),
-    /// End the read-only state of a running server after a fault, once the cause is removed
+    /// End the read-only state of a running server after a fault, when the cause has been removed
     Resume(client_cmd::AdminArgs),
     /// Compare every block of a running server with its digests
     Scrub(client_cmd::AdminArgs),
@@ -129,7 +129,7 @@ struct CompletionsArgs {
 /// Arguments of `kvarts man`.
 #[derive(Args, Debug)]
 struct ManArgs {
-    /// An existing directory; pages of the same names are replaced
+    /// An existing directory; existing pages with the same names are replaced
     directory: PathBuf,
 }
 

@@ -221,13 +221,19 @@ fn show_found(
     out: &mut dyn Write,
 ) -> Result<(), Failure> {
     let longest = &found.usable.longest;
-    let pending =
-        if found.pending > 0 { format!(", {} more under way", found.pending) } else { String::new() };
+    let pending = if found.pending > 0 {
+        format!(", {} more blocks are being put", found.pending)
+    } else {
+        String::new()
+    };
     let here = longest.blocks;
     let together = beyond::together(cluster, longest);
     let elsewhere = together.blocks - here;
-    let parts =
-        if elsewhere > 0 { format!(": {here} here, {elsewhere} with other nodes") } else { String::new() };
+    let parts = if elsewhere > 0 {
+        format!(": {here} on this server, {elsewhere} on other nodes")
+    } else {
+        String::new()
+    };
     writeln!(
         out,
         "{} of {asked} blocks ({} tokens) can be restored{parts}{pending}",
@@ -322,7 +328,7 @@ pub(crate) fn list(server: &ServerArgs, out: &mut dyn Write) -> Result<(), Failu
         writeln!(out, "  {}", said_of(&identity))?;
     }
     if reply.more {
-        writeln!(out, "More models exist; these have the most bytes.")?;
+        writeln!(out, "More models exist; the list shows the models with the most bytes.")?;
     }
     Ok(())
 }
@@ -388,7 +394,8 @@ pub(crate) fn delete(arguments: &DeleteArgs, out: &mut dyn Write) -> Result<(), 
     let target = match arguments.all {
         true => {
             arguments.sure.ask(
-                "all blocks of this identity will be deleted, also pinned blocks; this cannot be undone",
+                "all blocks of this identity will be deleted, also pinned blocks; the delete cannot be \
+                undone",
             )?;
             Target::Namespace
         }

@@ -47,10 +47,10 @@ pub(crate) struct CompactArgs {
     /// All directories of a store that no server uses; without a directory, a running server compacts its store
     #[arg(value_name = "DIR")]
     directories: Vec<PathBuf>,
-    /// Write a new store into this directory, and leave the old one unchanged; once for each directory of the new store
+    /// Write a new store into this directory, and leave the old store unchanged; give --to once for each directory of the new store
     #[arg(long, value_name = "DIR", requires = "directories")]
     to: Vec<PathBuf>,
-    /// Shards of the new store [default: as in the old one]
+    /// Shards of the new store [default: as in the old store]
     #[arg(long, requires = "to", value_parser = clap::value_parser!(u32).range(1..=4096))]
     shards: Option<u32>,
     /// Rewrite segments with less than this percentage of live bytes
@@ -108,8 +108,8 @@ pub(crate) fn run(arguments: &CompactArgs, out: &mut dyn Write) -> Result<(), Fa
     }
     if arguments.server.server.is_some() {
         return Err(Failure::user(
-            "DIR cannot be used with the options for a server: with DIR this program rewrites the files \
-            itself, without DIR a running server compacts its store",
+            "DIR and the options for a server exclude each other. With DIR, this program rewrites the \
+            files itself; without DIR, a running server compacts its store",
         ));
     }
     let begin = Instant::now();
@@ -176,8 +176,8 @@ fn open_store(directories: &[PathBuf]) -> Result<Vec<Arc<dyn Disk>>, Failure> {
 
 fn in_use(directory: &Path) -> Failure {
     Failure::User(format!(
-        "{} is in use by another process: stop that process; or, if the process is a server, run `kvarts \
-        compact` without a directory, and the server compacts its store",
+        "{} is in use by another process: stop that process. If it is a server, run `kvarts compact` \
+        without a directory instead: the server then compacts its store",
         directory.display()
     ))
 }
@@ -190,7 +190,9 @@ fn look(disks: &[Arc<dyn Disk>]) -> Result<Result<Store, Refusal>, Failure> {
     if let Err(refusal) = refuse_unsound(store.as_ref(), &found) {
         return Ok(Err(refusal));
     }
-    Ok(Ok(store.ok_or_else(|| Failure::user("this store has never held a block"))?))
+    let store = store
+        .ok_or_else(|| Failure::user("the store has never contained a block: there is nothing to compact"));
+    Ok(Ok(store?))
 }
 
 /// What a dry run is given: nothing that could be written.
@@ -266,7 +268,8 @@ fn to_another(
     Ok(match done {
         Err(refusal) if !matches!(refusal, Refusal::Damaged(_)) && is_begun() => {
             Err(Refusal::Cannot(format!(
-                "{refusal}; the new store is not finished: run the same command again, or delete its directories"
+                "{refusal}; the new store is not finished: run the same command again, or delete the \
+                directories of the new store"
             )))
         }
         done => done,
@@ -309,7 +312,12 @@ fn watch(progress: &Progress, work: impl FnOnce() -> Done + Send) -> Result<Done
             result
         });
         show_progress(begin, &|| (progress.done(), progress.planned()), &is_done);
-        work.join().map_err(|_| Failure::user("the compaction ended because of a defect of this program"))
+        work.join().map_err(|_| {
+            Failure::user(
+                "a defect in kvarts, please report it: a thread of the \
+            compaction panicked",
+            )
+        })
     })
 }
 
@@ -344,14 +352,14 @@ fn text(report: &Report) -> String {
             human::grouped(report.records_compressed)
         ),
         format!(
-            "deletes remembered: {} before, {} after",
+            "remembered deletes: {} before the compaction, {} after",
             human::grouped(report.graves_before),
             human::grouped(report.graves_after)
         ),
     ];
     if report.segments_fixed > 0 {
         lines.push(format!(
-            "{} segments were not changed, because this program does not know some of their records",
+            "{} segments were not changed, because this program does not support some of their records",
             human::grouped(report.segments_fixed)
         ));
     }

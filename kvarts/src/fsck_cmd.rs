@@ -48,10 +48,10 @@ pub(crate) struct FsckArgs {
     /// Check a running store; only sealed segments are checked
     #[arg(long)]
     live: bool,
-    /// Repair the store: valid records are kept, damaged ones are moved to a separate folder
+    /// Repair the store: valid records are kept, damaged records are moved to a separate folder
     #[arg(long, conflicts_with_all = ["live", "quick"])]
     repair: bool,
-    /// With --repair: only print the changes, make none
+    /// With --repair: print the changes without making them
     #[arg(long, requires = "repair")]
     dry_run: bool,
     /// Also read a part of the same files without checks, half before and half after the check, and print the

@@ -14,7 +14,7 @@ use kvarts_terminal::Failure;
 /// Arguments of `kvarts identity`.
 #[derive(Args, Debug)]
 pub(crate) struct IdentityArgs {
-    /// The model: the name of a shipped one, or the file of a spec
+    /// The model: the name of a shipped model, or the file of a spec
     #[arg(long, value_name = "NAME|FILE", required_unless_present = "page_bytes")]
     model: Option<PathBuf>,
     /// Instead of a model: flat pages with this number of bytes
@@ -148,19 +148,19 @@ fn template(arguments: &IdentityArgs, known: &Known) -> Result<String, Failure> 
     let mut text = format!(
         "# An identity: everything that determines the bytes of a block, apart from its tokens.\n\
          # Blocks are found again only under an identity that is equal in every field.\n\
-         # Use it with: {} --identity THIS-FILE\n\n",
+         # Use this file with: {} --identity THIS-FILE\n\n",
         known.given
     );
     text +=
         &field("model", &known.name, "the name of the model, as you choose; use the same name everywhere");
-    text += &field("revision", &arguments.revision, "the commit or digest of the weights, no branch");
+    text += &field("revision", &arguments.revision, "the commit or digest of the weights, not a branch");
     text += &field("kv_dtype", &known.dtype, "the type of the cached numbers, such as bf16 or fp8");
     text += &format!("block_tokens = {tokens}  # {says}\n\n");
-    text += "# Absent fields mean \"none\". Remove the # of those that the engine has.\n\
-             # tokenizer = \"none\"  # and its revision, where it is not the model's own\n\
+    text += "# Absent fields mean \"none\". Remove the # before each field that the engine has.\n\
+             # tokenizer = \"none\"  # with its revision, if it is not the model's own tokenizer\n\
              # adapter = \"none\"    # LoRA: name and revision\n\
-             # rope = \"none\"       # scaling that differs from the model's configuration\n\
-             # window = \"none\"     # a window of attention that differs from it\n\
+             # rope = \"none\"       # scaling, if it differs from the model's configuration\n\
+             # window = \"none\"     # the attention window, if it differs from the model's configuration\n\
              # The fingerprint of the spec follows from --model or --page-bytes.\n\n\
              [arrangement]\n";
     arrangement.iter().for_each(|(name, value, comment)| text += &field(name, value, comment));

@@ -31,8 +31,8 @@ pub(crate) fn ask(address: SocketAddr, path: &str) -> Result<Answer, String> {
     let said = |error: std::io::Error| match error.kind() {
         ErrorKind::WouldBlock => hung(&format!("http://{address}{path}"), TIMEOUT),
         _ => format!(
-            "http://{address}{path} sent no answer: {error}; check that the server runs, with \
-            --listen-metrics"
+            "http://{address}{path} sent no answer: {error}; check that the server runs with a metrics \
+            address (--listen-metrics)"
         ),
     };
     let mut stream = TcpStream::connect_timeout(&address, TIMEOUT).map_err(said)?;

@@ -79,7 +79,7 @@ struct RestoreArgs {
     /// Leading tokens that are stored
     #[arg(long, default_value_t = 28_672)]
     stored: u64,
-    /// Number of these tokens in the host's memory
+    /// Number of the stored tokens that are in the host's memory
     #[arg(long, default_value_t = 0)]
     in_dram: u64,
     /// Read speed of the disks, in GB/s: `kvarts doctor DIR` measures it (1,000 MiB/s are 1.05 GB/s)
@@ -240,7 +240,7 @@ fn calibrate(path: &Path, engine: &EngineArgs, json: bool, out: &mut dyn Write) 
     }
     writeln!(out, "{}", interpolated.told())?;
     writeln!(out, "{} ({} on {}, times {:.3})", scaled.told(), engine.model, engine.device, scaled.factor())?;
-    Ok(writeln!(out, "the better model, chosen by its error on samples that were left out: {taken}")?)
+    Ok(writeln!(out, "the model with the smaller error on samples that were left out of the fit: {taken}")?)
 }
 
 /// The bandwidth at which a prefix takes as long to load as to compute.
@@ -281,7 +281,8 @@ fn break_even(tokens: u64, json: bool, out: &mut dyn Write) -> Result<(), Failur
     write!(out, "{table}")?;
     Ok(writeln!(
         out,
-        "GB/s for each device from which loading a prefix of {tokens} tokens is faster than computing it"
+        "The figures are disk speeds in GB/s. Above this speed, a device loads a prefix of {tokens} \
+        tokens faster than it computes the prefix."
     )?)
 }
 
@@ -413,8 +414,8 @@ fn routed(arguments: &RouteArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let Some(best) = route.best() else {
         return Err(fault(
             path,
-            "no node can serve the request: give a node that decodes, or set `network_bytes_per_ms` \
-            of a node that only prefills",
+            "no node can serve the request: add a node that decodes to the file, or set \
+            `network_bytes_per_ms` of the nodes that only prefill",
         ));
     };
     if arguments.json {

@@ -21,7 +21,7 @@ fn a_server_scrubs_writes_a_checkpoint_changes_its_budget_and_stops_when_it_is_t
     server.store_pages();
     let (code, report) = json(server.kvarts(&["scrub", "--json"]));
     assert_eq!((code, &report["blocks_checked"], &report["blocks_damaged"]), (0, &10.into(), &0.into()));
-    assert!(server.kvarts(&["scrub"]).1.contains("none is damaged"));
+    assert!(server.kvarts(&["scrub"]).1.contains("no block is damaged"));
     assert!(server.kvarts(&["checkpoint"]).1.starts_with("a checkpoint was written"));
 
     let (_, shown) = json(server.kvarts(&["budget", "--json"]));
@@ -40,7 +40,7 @@ fn a_server_scrubs_writes_a_checkpoint_changes_its_budget_and_stops_when_it_is_t
     let allocated = shown["allocated_bytes"].as_u64().unwrap();
     let less = format!("{}", allocated - 4096);
     let (code, _, error) = server.kvarts(&["budget", &less]);
-    assert!(code == 2 && error.contains("it evicts blocks until") && error.contains("--yes"), "{error}");
+    assert!(code == 2 && error.contains("evicts blocks until") && error.contains("--yes"), "{error}");
     let (_, shown) = json(server.kvarts(&["budget", "--json"]));
     assert_eq!(shown["budget_bytes"], 96 << 20, "nothing was done");
 
@@ -142,7 +142,7 @@ fn a_server_compacts_when_it_is_told_to_and_a_directory_is_not_taken_for_it() {
         "{error}"
     );
     let (code, _, error) = server.kvarts(&["compact", "kvarts-data", "--server", "127.0.0.1:1"]);
-    assert!(code == 2 && error.contains("DIR cannot be used with the options for a server"), "{error}");
+    assert!(code == 2 && error.contains("DIR and the options for a server exclude each other"), "{error}");
     assert_eq!(server.kvarts(&["compact", "--dry-run"]).0, 2, "of a running server there is no dry run");
 }
 

@@ -204,7 +204,7 @@ fn layers_that_read_others_and_formats_with_scales_are_imported() {
     assert_eq!((&part("pairs")["layers"], &part("pairs")["readers"]), (&3.into(), &15.into()));
     assert_eq!((&part("window")["layers"], &part("window")["readers"]), (&40.into(), &0.into()));
     let page = succeeds(kvarts(&["model", "show", &sourced]));
-    assert!(page.contains("tokens: kept by 1 layers, read by 19 layers after them"), "{page}");
+    assert!(page.contains("tokens: stored by 1 layers, read by 19 later layers"), "{page}");
     let integers = import("qwen2", &["--kv-dtype", "int8"]);
     assert_eq!(json(&["model", "show", &integers, "--json"])["stream_bytes_per_token"], 28 * 4 * 2 * 132);
 }
@@ -291,7 +291,10 @@ fn a_faulty_configuration_is_refused_with_the_missing_fact() {
     );
     let line = import("unknown.json", &CONFIG.replace("\"qwen3_moe\"", "\"zamba9\""));
     assert!(
-        line.contains("the architecture `zamba9` is not known. These facts about it are missing: "),
+        line.contains(
+            "the architecture `zamba9` is not supported, because these facts about it are \
+            missing: "
+        ),
         "{line}"
     );
     let line = import("broken.json", "{\"model_type\": ");

@@ -101,7 +101,7 @@ fn the_page_shows_what_the_server_does_while_it_does_it() {
     });
     let store = store.unwrap();
     let which = browser.run("document.getElementById('which').textContent");
-    let begin = format!("store {store}, asked at {}, running for ", server.metrics_address());
+    let begin = format!("store {store}, from {}, running for ", server.metrics_address());
     assert!(which.as_str().unwrap().starts_with(&begin), "{which}");
     assert!(server.kvarts(&["stat"]).1.starts_with(&format!("store {store}, ")));
     let title = browser.run("document.title");
@@ -155,7 +155,7 @@ fn the_page_shows_what_the_server_does_while_it_does_it() {
     assert_eq!(browser.run(foreign), "script-src-elem");
     assert_eq!(browser.run("window.foreign === undefined"), true);
     server.end();
-    browser.until("document.getElementById('state').textContent.startsWith('The server does not answer')");
+    browser.until("document.getElementById('state').textContent.startsWith('The server does not respond')");
     assert_eq!(browser.run("document.getElementById('state').classList.contains('bad')"), true);
 }
 

@@ -540,8 +540,12 @@ fn a_check_refuses_what_a_start_refuses() {
     let nowhere = ["--listen-grpc", "none", "--listen-metrics", "none"];
     std::fs::write(scratch.0.join("file"), "").unwrap();
     for (arguments, expected) in [
-        (&["--budget", "90"][..], "store.budget: 90 is 90 B: write 90% of the disks, or 90G"),
-        (&["--budget", "16M"], "store.budget: 16 MiB is too small: four segments need 128 MiB"),
+        (&["--budget", "90"][..], "store.budget: 90 means 90 B: write 90% of the disks, or 90G"),
+        (
+            &["--budget", "16M"],
+            "store.budget: 16 MiB is too small: the store needs four segments, so use \
+            --budget \"128 MiB\"",
+        ),
         (&["--budget", "1000 TiB"], "does not fit on the disk"),
         (
             &["--budget", "128M", "--dir", "no/disk"],

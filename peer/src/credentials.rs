@@ -194,7 +194,7 @@ pub(crate) fn told(error: &Error) -> &'static str {
             }
             CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
                 "the certificate of the other node does not allow authentication as both server and \
-                client: issue it with both usages"
+                client: issue a certificate with both usages"
             }
             _ => "the certificate of the other node is not valid",
         },

@@ -100,7 +100,7 @@ class Models:
         known, unknown = [], []
         for kind in answer["types"]:
             refusal = self.kvarts("import", "-", text=json.dumps({"model_type": kind})).stderr
-            (unknown if f"architecture `{kind}` is not known" in refusal else known).append(kind)
+            (unknown if f"architecture `{kind}` is not supported" in refusal else known).append(kind)
         table = "".join(
             f"| {title} | {', '.join(f'`{kind}`' for kind in kinds)} |\n" for title, kinds in (("known", known), ("unknown", unknown))
         )

@@ -256,7 +256,8 @@ impl Recording {
             stopped.sort_unstable();
             if batch.tokens != recorded.batch || stopped != recorded.preempted {
                 return Ok(Some(format!(
-                    "step {at} of {}: recorded {:?}, stopped {:?}; the simulator {:?}, stopped {stopped:?}",
+                    "step {at} of {}: the recording has the tokens {:?} and stops the requests {:?}; the \
+                    simulator has the tokens {:?} and stops the requests {stopped:?}",
                     self.decided.len(),
                     recorded.batch,
                     recorded.preempted,

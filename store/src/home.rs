@@ -659,11 +659,11 @@ mod tests {
         // Looked at again and again, it is lost once: the other one goes on.
         (0..3).for_each(|_| assert_eq!(places.look(), [second.as_path()]));
         assert_eq!(store.health().latched, None);
-        refused("second holds no store: mount its disk");
+        refused("second contains no store: mount the disk of this directory");
         // Nor by itself: nothing is there.
         assert!(places.bring_back().is_empty() && !second.exists());
         std::fs::create_dir(&second).unwrap();
-        refused("second holds no store: mount its disk");
+        refused("second contains no store: mount the disk of this directory");
         std::fs::remove_dir(&second).unwrap();
         // Another store is none of this one's.
         let foreign = HomeOptions { directories: vec![second.clone()], ..options.clone() };

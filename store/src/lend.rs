@@ -178,9 +178,9 @@ impl From<Reason> for NotLent {
 impl fmt::Display for NotLent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Encoded => f.write_str("not lent: some of the blocks are stored encoded"),
-            Self::NotAFile => f.write_str("not lent: the files of the store have no descriptors"),
-            Self::Reason(reason) => write!(f, "not lent: {reason}"),
+            Self::Encoded => f.write_str("not pinned: some of the blocks are stored encoded"),
+            Self::NotAFile => f.write_str("not pinned: the files of the store have no descriptors"),
+            Self::Reason(reason) => write!(f, "not pinned: {reason}"),
         }
     }
 }
@@ -201,6 +201,6 @@ mod tests {
     #[test]
     fn a_refusal_says_why() {
         let text = NotLent::from(Reason::Empty).to_string();
-        assert_eq!(text, "not lent: the request has no block or no layer");
+        assert_eq!(text, "not pinned: the request has no block or no layer");
     }
 }

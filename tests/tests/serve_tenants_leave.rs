@@ -270,7 +270,7 @@ fn a_reload_that_is_refused_changes_nothing_and_an_older_epoch_is_told() {
     // What is not wrong but has no effect is said.
     members(4, &id.to_string());
     let notes = served.reload(&file(&["a", "c"], "")).unwrap();
-    assert!(notes.iter().any(|note| note.contains("epoch 4 is older than epoch 5")), "{notes:?}");
+    assert!(notes.iter().any(|note| note.contains("epoch 4 is older than the epoch 5")), "{notes:?}");
     assert!(lets_in("a") && lets_in("c") && !lets_in("b"));
     members(6, &id.to_string());
     let notes = served.reload(&file(&["a", "c"], "")).unwrap();

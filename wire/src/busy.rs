@@ -28,7 +28,7 @@ pub const KEPT_CONNECTIONS: &str =
 /// Only another node of the cluster has a block, and there is no connection to it.
 pub const PEER_AWAY: &str = "the connection to the cluster node that has the block failed";
 /// Only another node of the cluster has a block, and nothing of it came.
-pub const PEER_SILENT: &str = "the cluster node that has the block did not send it";
+pub const PEER_SILENT: &str = "the cluster node that has the block did not send the block";
 
 /// Those that a client knows.
 const KNOWN: [&str; 11] = [

@@ -136,7 +136,7 @@ pub fn terms<'a>(
         )));
     }
     let overlap = proto::Overlap::try_from(wire.overlap).map_err(|_| {
-        Fault::malformed(format!("overlap: the value {} is not known to this server", wire.overlap))
+        Fault::malformed(format!("overlap: this server does not support the value {}", wire.overlap))
     })?;
     Ok(PlanTerms {
         hbm_blocks: wire.hbm_blocks,
@@ -472,7 +472,7 @@ mod tests {
         assert_eq!(terms(&older, &engine, None).unwrap().overlap, Overlap::Layers);
         let refused = |wire| terms(&wire, &engine, None).unwrap_err().detail.message;
         let newer = proto::PlanRequest { overlap: 9, ..older.clone() };
-        assert_eq!(refused(newer), "overlap: the value 9 is not known to this server");
+        assert_eq!(refused(newer), "overlap: this server does not support the value 9");
         let many = proto::PlanRequest { hbm_boundaries: vec![1; 1025], ..older };
         assert_eq!(refused(many), "hbm_boundaries: 1025 were given, but the limit is 1024");
     }

@@ -43,10 +43,10 @@ pub(super) struct ColdArgs {
     /// Milliseconds from a request to its answer
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=10_000))]
     latency_ms: u64,
-    /// Bandwidth of the bucket in MiB/s, over all requests; 0 is no limit
+    /// Bandwidth of the bucket in MiB/s, over all requests; 0 means no limit
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     rate_mib: u64,
-    /// Rate of a spill in MiB/s, as `cold.rate`; 0 is no limit
+    /// Rate of a spill in MiB/s, like the setting `cold.rate`; 0 means no limit
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     spill_mib: u64,
     /// Reads from the own disk in each phase, of one block each
@@ -55,7 +55,7 @@ pub(super) struct ColdArgs {
     /// Tokens of a block that is read from the own disk
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     own_block_tokens: u32,
-    /// Seconds in which rounds of one part start; at least six rounds, or --pairs if that is less
+    /// Seconds during which new rounds of one part start; at least six rounds run, or --pairs rounds if --pairs is below six
     #[arg(long, default_value_t = 12, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     seconds: u64,
     /// Parts to measure

@@ -18,11 +18,11 @@ const BURST: &str = "256k";
 /// Which of them is wanted.
 #[derive(clap::ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Limiter {
-    /// The kernel if possible, otherwise the nodes
+    /// The kernel if it can limit the paths, otherwise the nodes
     Auto,
     /// The kernel; the benchmark fails if the kernel cannot limit the paths
     Kernel,
-    /// The nodes, with their own limit of the serving rate
+    /// The nodes, each of which limits the rate at which it serves
     Nodes,
 }
 

@@ -41,7 +41,7 @@ pub(super) struct DualArgs {
     /// Size of each read in MiB
     #[arg(long, default_value_t = 192, value_parser = clap::value_parser!(u64).range(16..=4096))]
     mib: u64,
-    /// Combined rate of two equal paths, and of paths of three to one, in MiB/s
+    /// Combined rate of the two paths in MiB/s, for equal paths and for paths with rates of 3 to 1
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(16..=65536))]
     rate: u64,
     /// Parts to measure
@@ -62,9 +62,9 @@ enum Part {
     Peers,
     /// Reads from the own disk and a peer, both with the same limit; requires root
     Own,
-    /// A collapsing path, a killed node, and reads of a node that serves another node
+    /// A path that becomes slow, a killed node, and the reads of a node while it serves another node
     Trouble,
-    /// Reads without limits, compared with a bare pump
+    /// Reads without limits, compared with a bare copy over a socket
     Loopback,
     /// Look-ups, and announcements to a joining node
     Directory,

@@ -128,8 +128,9 @@ pub(super) fn measure(
     let rows: Vec<Value> = gaps.iter().map(row).collect();
     for gap in &gaps {
         report.note(format!(
-            "beside {}: a read of 4 KiB waits {:.2} ms at most, {:.2} ms of a thousand; without waits for a \
-            processor {:.2} and {:.2} ms; a bare read {:.2} ms at most ({} reads in {:.1} s)",
+            "beside {}: reads of 4 KiB: longest {:.2} ms, p99.9 {:.2} ms; the same reads without waits \
+            for a processor: longest {:.2} ms, p99.9 {:.2} ms; bare reads: longest {:.2} ms ({} reads in \
+            {:.1} s)",
             gap.beside,
             gap.longest() * 1e3,
             gap.p999 * 1e3,
@@ -171,7 +172,7 @@ struct Bench<'a> {
 
 /// A model of one layer with a head for each rank, of which a block has 4 KiB.
 fn geometry() -> Result<Geometry, Failure> {
-    let kind = Kind::new("k").ok_or_else(|| Failure::user("a kind has no name"))?;
+    let kind = Kind::new("k").ok_or_else(|| Failure::user("the name of the kind is not valid"))?;
     let role = Role::Stream { bytes: BLOCK_BYTES / 16 * u64::from(COLUMNS), tokens: 1 };
     let part = PartGeometry { kind, role, heads: COLUMNS, align: 1, group: Group(0) };
     Geometry::new(&[part], &[vec![0]]).map_err(Failure::user)
@@ -201,18 +202,22 @@ impl<'a> Bench<'a> {
             Ok(())
         })?];
         let sessions = self.sessions();
-        gaps.push(self.beside("a look for chains among all records, and their merges", &targets, || {
-            let options = CompactOptions {
-                dead_thousandths: 1000,
-                merge_records_min: 8,
-                bytes_per_second: 64 << 20,
-                bytes_max: 256 << 20,
-                encode_cold_after: None,
-                encode_in_place: false,
-            };
-            block_on(self.store.compact(options)).map(drop).map_err(Failure::user)
-        })?);
-        gaps.push(self.beside("a delete of one prefix of them", &targets, || {
+        gaps.push(self.beside(
+            "a search for chains in all records, and the merges of the chains",
+            &targets,
+            || {
+                let options = CompactOptions {
+                    dead_thousandths: 1000,
+                    merge_records_min: 8,
+                    bytes_per_second: 64 << 20,
+                    bytes_max: 256 << 20,
+                    encode_cold_after: None,
+                    encode_in_place: false,
+                };
+                block_on(self.store.compact(options)).map(drop).map_err(Failure::user)
+            },
+        )?);
+        gaps.push(self.beside("a delete of one prefix", &targets, || {
             self.delete(Target::Prefix(session_key(0, 0))).map(drop)
         })?);
         gaps.push(self.beside("puts of one block each", &targets, || {
@@ -247,16 +252,12 @@ impl<'a> Bench<'a> {
             gaps.push(self.beside("the return of a directory", &self.targets()?, || self.bring_back())?);
         }
         let used = self.store.stats().space.total.live;
-        gaps.push(self.beside(
-            "a quota that is lowered to fifteen sixteenths of what is there",
-            &targets,
-            || {
-                self.store.set_quota(self.ranks[0].namespace, Some(used / 16 * 15));
-                Ok(())
-            },
-        )?);
+        gaps.push(self.beside("a quota that is lowered to 15/16 of the stored bytes", &targets, || {
+            self.store.set_quota(self.ranks[0].namespace, Some(used / 16 * 15));
+            Ok(())
+        })?);
         let begin = sessions + sessions.div_ceil(16);
-        gaps.push(self.beside("puts of one block each of a tenant that has all it may", &targets, || {
+        gaps.push(self.beside("puts of one block each by a tenant at its quota", &targets, || {
             (begin..begin + sessions.div_ceil(8)).try_for_each(|session| self.put_turns(session..session + 1))
         })?);
         progress("");
@@ -271,7 +272,7 @@ impl<'a> Bench<'a> {
         let gone = places.look();
         std::fs::rename(&away, directory).map_err(Failure::user)?;
         match gone.is_empty() {
-            true => Err(Failure::user("a directory that was renamed is not out")),
+            true => Err(Failure::user("a renamed directory is still in use")),
             false => Ok(()),
         }
     }
@@ -333,7 +334,10 @@ impl<'a> Bench<'a> {
         }
         match targets.len() == usize::from(self.size.executors) {
             true => Ok(targets),
-            false => Err(Failure::user("too few records for one on each executor")),
+            false => Err(Failure::user(
+                "the number of records is too small: each executor needs at least \
+                one record",
+            )),
         }
     }
 
@@ -350,7 +354,12 @@ impl<'a> Bench<'a> {
 
     fn delete(&self, target: Target) -> Result<u64, Failure> {
         let request = DeleteRequest { namespace: self.ranks[0].namespace, target, deadline: None };
-        let answer = block_on(self.store.delete(request)).map_err(|_| Failure::user("the store ended"))?;
+        let answer = block_on(self.store.delete(request)).map_err(|_| {
+            Failure::user(
+                "the store has \
+            stopped",
+            )
+        })?;
         answer.map(|reply| reply.blocks).map_err(Failure::user)
     }
 
@@ -468,7 +477,7 @@ impl<'a> Bench<'a> {
                 before.iter().zip(waited()).map(|(before, after)| after - before).fold(0.0, f64::max);
             took.push(Took { all, own: (all - longer).max(0.0) });
             if end.usable_blocks != 1 {
-                return Err(Failure::user("a stored block did not come"));
+                return Err(Failure::user("a stored block was not read"));
             }
         }
         Ok(took)

@@ -26,7 +26,7 @@ pub struct SimArgs {
 enum SimCommand {
     /// Replay a trace against the disk tier alone: the real engine on a disk in memory (`bench replay` uses a real disk)
     Disk(disk::DiskArgs),
-    /// Find the best configurations in latency, throughput and cost that keep a promise
+    /// Find the configurations that meet targets of latency, with the best latency, throughput and cost
     Search(Box<search::SearchArgs>),
     /// Compare the times to the first token and the throughput in recordings of a real engine with a simulation
     Engine(engine::EngineArgs),

@@ -17,10 +17,10 @@ use kvarts_terminal::{Align, Table};
 pub(crate) struct SearchArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// Promised 99th percentile of the time to the first token, in milliseconds
+    /// Target for the 99th percentile of the time to the first token, in milliseconds
     #[arg(long, value_name = "MS")]
     ttft_ms: f64,
-    /// Promised 99th percentile of the time for each further token, in milliseconds
+    /// Target for the 99th percentile of the time for each further token, in milliseconds
     #[arg(long, value_name = "MS")]
     tpot_ms: f64,
     /// Maximum number of runs
@@ -158,8 +158,8 @@ fn paste(best: &Tried) -> String {
     let cluster = &best.cluster;
     let engine = &cluster.engine;
     let mut text = format!(
-        "# {} {}, router {}; {:.0} GB of device memory and {:.0} GB of host memory for state\n\
-         # engine: {} tokens of a step, {} sequences at once, prefetch {}\n",
+        "# {} {}, router {}; {:.0} GB of device memory and {:.0} GB of host memory for state\n# engine: \
+        {} tokens in a step, {} sequences at once, prefetch {}\n",
         nodes(best),
         cluster.nodes.device,
         cluster.router.name(),
@@ -179,8 +179,8 @@ fn paste(best: &Tried) -> String {
     };
     let _ = write!(
         text,
-        "# drives: {} of {:.0} GB in each node, one directory on each (`directories`); by their DWPD they last {years:.1} years\n\
-         [store]\nbudget = \"{budget}\"\npolicy = \"{}\"",
+        "# drives: {} of {:.0} GB in each node, with one directory on each drive (`directories`); their \
+        rated writes (DWPD) last {years:.1} years\n[store]\nbudget = \"{budget}\"\npolicy = \"{}\"",
         disk.drives,
         each_gb(best),
         disk.policy.engine().name(),

@@ -84,8 +84,12 @@ const SERVE: [Bar; 2] = [
 ];
 const SCALE: [Bar; 1] =
     [most("evict_cost_ratio", 1.1, "cost of eviction with a full index, relative to a small index")];
-const GPU: [Bar; 1] =
-    [least("pipeline_ratio", 0.97, "speed of the layer pipeline, relative to its bound").beside("control_")];
+const GPU: [Bar; 1] = [least(
+    "pipeline_ratio",
+    0.97,
+    "speed of the layer pipeline, relative to a perfect pipeline, which takes the time of its slowest part",
+)
+.beside("control_")];
 const ENCODED: [Bar; 1] =
     [least("speed_ratio", 0.4, "speed of reads of encoded records, relative to raw records")
         .beside("control")];
@@ -100,8 +104,16 @@ const COLD: [Bar; 9] = [
         digests and content ids), relative to bare ranged requests for the same bytes",
     )
     .beside("control"),
-    told("read_ratio", "the same, until the reader has all blocks"),
-    told("fetch_ratio", "the same without a reader and a store: the blocks are verified and dropped"),
+    told(
+        "read_ratio",
+        "speed of a read by layers from the bucket until the reader has all blocks, \
+        relative to the bare requests",
+    ),
+    told(
+        "fetch_ratio",
+        "speed of fetches from the bucket without a reader and a store, relative to the \
+        bare requests: the blocks are verified and dropped",
+    ),
     told(
         "put_ratio",
         "speed of puts of the same bytes from memory, relative to the bare requests: an upper \
@@ -116,7 +128,11 @@ const COLD: [Bar; 9] = [
         relative to reads without a spill",
     )
     .beside("spill_p99_control"),
-    told("restoring_p99_ratio", "the same during restores"),
+    told(
+        "restoring_p99_ratio",
+        "99th percentile of reads of the node's own store during restores, \
+        relative to reads without restores",
+    ),
     most(
         "trouble_p99_ratio",
         1.1,
@@ -127,31 +143,54 @@ const COLD: [Bar; 9] = [
 ];
 
 const DUAL: [Bar; 17] = [
-    least("equal_ratio", 1.85, "speed of two equal peers, relative to the faster one")
+    least("equal_ratio", 1.85, "speed of reads from two equal peers, relative to the faster peer alone")
         .beside("equal_control"),
-    most("equal_first_layer_ratio", 1.15, "time of the first layer, relative to the faster one alone"),
-    least("three_to_one_sum_ratio", 0.90, "speed of two peers of three to one, relative to the sum of both"),
-    most("three_to_one_first_layer_ratio", 1.15, "time of the first layer, relative to the faster one alone"),
-    least("dual_ratio", 1.85, "speed of the own disk and a peer, relative to the faster one"),
-    most("dual_first_layer_ratio", 1.15, "time of the first layer, relative to the faster one alone"),
+    most("equal_first_layer_ratio", 1.15, "time of the first layer, relative to the faster path alone"),
+    least(
+        "three_to_one_sum_ratio",
+        0.90,
+        "speed of reads from two peers with rates of 3 to 1, relative \
+        to the sum of their speeds",
+    ),
+    most(
+        "three_to_one_first_layer_ratio",
+        1.15,
+        "time of the first layer, relative to the faster path \
+        alone",
+    ),
+    least(
+        "dual_ratio",
+        1.85,
+        "speed of reads from the node's own disk and a peer, relative to the \
+        faster path alone",
+    ),
+    most("dual_first_layer_ratio", 1.15, "time of the first layer, relative to the faster path alone"),
     most(
         "collapse_ratio",
         1.25,
-        "time of a read over two paths, one of which becomes ten times slower, relative to the other path \
-        alone",
+        "time of a read over two paths, one of which becomes ten times slower, relative to a read over \
+        the other path alone",
     ),
     most(
         "own_p99_ratio",
         1.33,
         "99th percentile of reads of the node's own store while a peer is served, relative to reads alone",
     ),
-    most("failover_longest_pause_s", 1.0, "seconds without a layer after a kill -9"),
+    most("failover_longest_pause_s", 1.0, "longest time without a new layer after a kill -9, in seconds"),
     most("failover_errors", 0.0, "blocks that were not read because of the kill"),
     least("peer_ratio", 0.85, "speed of the unlimited lane, relative to a bare copy over a socket"),
     most("peer_cpu_ratio", 1.30, "processor time of the lane without digests, relative to the bare copy"),
-    least("peer_large_ratio", 0.85, "the same in pieces of 4 MiB"),
-    most("peer_large_cpu_ratio", 1.30, "the same in pieces of 4 MiB"),
+    least(
+        "peer_large_ratio",
+        0.85,
+        "speed of the unlimited lane in pieces of 4 MiB, relative to a bare copy over a socket",
+    ),
+    most(
+        "peer_large_cpu_ratio",
+        1.30,
+        "processor time of the lane without digests in pieces of 4 MiB, relative to the bare copy",
+    ),
     most("lookup_round_trips", 3.0, "a look-up of 4,096 keys over 8 nodes, in round trips of bare sockets"),
-    most("announced_s_per_million", 20.0, "seconds in which a million blocks are announced"),
+    most("announced_s_per_million", 20.0, "seconds until a million blocks are announced"),
     most("directory_bytes_per_entry", 48.0, "bytes of the directory for each copy"),
 ];

@@ -165,7 +165,7 @@ impl Deletions {
         if generations.all(|one| (1..=generation).contains(&one)) {
             Ok(())
         } else {
-            Err(FormatError::Rule("the generation of a delete is later than that of the list"))
+            Err(FormatError::Rule("the generation of a delete is later than the generation of the list"))
         }
     }
 
@@ -242,7 +242,7 @@ impl Deletions {
                 if before.is_some_and(|before| before >= fingerprint)
                     || self.keys.insert(fingerprint, delete).is_some()
                 {
-                    return Err(FormatError::Rule("the deleted keys must be sorted, each once"));
+                    return Err(FormatError::Rule("the deleted keys must be sorted and distinct"));
                 }
                 before = Some(fingerprint);
             }

@@ -80,7 +80,7 @@ pub trait KvStore: Send + Sync {
         drop(request);
         let (reply, answer) = ticket();
         let _ = reply
-            .send(Err(Reason::Shape(ShapeCause::Rule("this store does not support puts by layers")).into()));
+            .send(Err(Reason::Shape(ShapeCause::Rule("this store does not support layered puts")).into()));
         answer
     }
 

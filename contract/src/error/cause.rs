@@ -404,8 +404,8 @@ impl fmt::Display for DirectoryCause {
             Self::Unusable(what) => f.write_str(what),
             Self::NotEmpty(at, name) => write!(
                 f,
-                "directory {at} is not empty (it contains {name}) but has no store: use an empty directory, or, if this was a store, \
-                 run kvarts fsck --repair"
+                "directory {at} is not empty (it contains {name}) but has no store: use an empty \
+                directory; if the directory contained a store, run kvarts fsck --repair"
             ),
             Self::UnfinishedCopy(at) => write!(
                 f,

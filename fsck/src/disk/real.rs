@@ -202,7 +202,7 @@ impl RealWriter {
         let options = flags(OFlags::NOFOLLOW | OFlags::NONBLOCK);
         let path = root.join(LOCK);
         if path.symlink_metadata().is_ok_and(|facts| !facts.is_file()) {
-            return Err(io::Error::other("the lock file is not a regular file: remove it").into());
+            return Err(io::Error::other("the lock file is not a regular file: remove the file").into());
         }
         let made =
             OpenOptions::new().write(true).create(true).truncate(false).custom_flags(options).open(path);

@@ -51,16 +51,16 @@ pub(crate) fn scrub(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fa
         let (blocks, size) = (grouped(found.blocks_checked), bytes(found.bytes_checked));
         writeln!(out, "{blocks} blocks ({size}) were compared with their digests")?;
         match found.blocks_damaged {
-            0 => writeln!(out, "none is damaged")?,
+            0 => writeln!(out, "no block is damaged")?,
             damaged => writeln!(
                 out,
-                "{} are damaged and are misses from now on; the server's log lists their places",
+                "{} blocks are damaged and are misses from now on; the server's log lists their positions",
                 grouped(damaged)
             )?,
         }
         if found.blocks_passed_over > 0 {
             let passed = grouped(found.blocks_passed_over);
-            writeln!(out, "{passed} could not be checked now: run the command again")?;
+            writeln!(out, "{passed} blocks could not be checked now: run the command again")?;
         }
     }
     if found.blocks_damaged == 0 { Ok(()) } else { Err(Failure::Problems) }
@@ -86,8 +86,8 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
         Some(Budget::Part(part)) => {
             let used = bytes(stats.allocated_bytes);
             arguments.sure.ask(&format!(
-                "the store has allocated {used}: it evicts blocks if {part}% of the server's disks is \
-                less than {used}"
+                "the store has allocated {used}: if {part}% of the server's disks is less than {used}, \
+                the store evicts blocks"
             ))?;
             let reply = client.set_budget_part(part).map_err(Failure::user)?;
             (reply.budget_bytes, reply.allocated_bytes)
@@ -96,8 +96,8 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
             if size < stats.allocated_bytes {
                 let (size, used) = (bytes(size), bytes(stats.allocated_bytes));
                 arguments.sure.ask(&format!(
-                    "the store has allocated {used}: it evicts blocks until the allocated space is \
-                    {size}"
+                    "the store has allocated {used}: the store evicts blocks until at most {size} are \
+                    allocated"
                 ))?;
             }
             let reply = client.set_budget(size).map_err(Failure::user)?;
@@ -117,7 +117,8 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
             if allocated > now {
                 writeln!(
                     out,
-                    "  segments are removed until the store fits; `kvarts budget` shows the progress"
+                    "  the store removes segments until it fits the budget; `kvarts budget` shows the \
+                    progress"
                 )?;
             }
             writeln!(out, "  the next start uses store.budget from the configuration again")?;

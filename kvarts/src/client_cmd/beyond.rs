@@ -77,11 +77,11 @@ pub(super) fn of_cluster(client: &Client, subject: &Subject) -> Option<InCluster
 pub(super) fn show_cluster(cluster: &InCluster, out: &mut dyn Write) -> Result<(), Failure> {
     let count = |blocks: u32| grouped(u64::from(blocks));
     for holder in cluster.holders.iter().filter(|holder| holder.blocks > 0) {
-        writeln!(out, "  {} with {}", count(holder.blocks), name(holder))?;
+        writeln!(out, "  {} blocks on {}", count(holder.blocks), name(holder))?;
     }
     for holder in cluster.holders.iter().filter(|holder| holder.unreadable > 0) {
         let Holder { unreadable, trouble, .. } = holder;
-        writeln!(out, "  {} with {} cannot be read: {trouble}", count(*unreadable), name(holder))?;
+        writeln!(out, "  {} blocks on {} cannot be read: {trouble}", count(*unreadable), name(holder))?;
     }
     if cluster.unasked > 0 {
         writeln!(
@@ -107,7 +107,8 @@ pub(super) fn show_cold(cold: &InCold, out: &mut dyn Write) -> Result<(), Failur
     let takes = cold.restore_ms.map_or_else(String::new, |ms| format!(", about {} ms", grouped(ms)));
     writeln!(
         out,
-        "  {} of these blocks ({} tokens) with the cold tier, which restores {} blocks, {}{takes}",
+        "  with the cold tier, {} blocks ({} tokens) can be restored; the cold tier restores {} blocks, \
+        {}{takes}",
         grouped(u64::from(longest.blocks)),
         grouped(longest.tokens),
         grouped(cold.blocks),
@@ -146,7 +147,7 @@ mod tests {
         let nameless = "ab".repeat(16);
         assert_eq!(
             shown(&one),
-            format!("  8 with n1:7400\n  2 with {nameless} cannot be read: connection refused\n")
+            format!("  8 blocks on n1:7400\n  2 blocks on {nameless} cannot be read: connection refused\n")
         );
         assert_eq!(
             shown(&cluster(4, 3, vec![])),

@@ -90,14 +90,15 @@ fn show(status: &proto::ClusterStatusReply, out: &mut dyn Write) -> Result<(), F
     write!(out, "{table}")?;
     writeln!(
         out,
-        "directory of this node: {} copies in {}, {} refused; owners of {} chains",
+        "directory of this node: {} copies in {} of memory, {} copies refused; this node decides the \
+        owners of {} chains",
         grouped(status.entries),
         bytes(status.entry_bytes),
         grouped(status.refused_entries),
         grouped(status.chains)
     )?;
     let (served, pieces) = (bytes(status.served_bytes), grouped(status.served_pieces));
-    writeln!(out, "served to others: {served} in {pieces} pieces")?;
+    writeln!(out, "sent to other nodes: {served} in {pieces} pieces")?;
     Ok(())
 }
 

@@ -50,7 +50,7 @@ fn show(done: &proto::CompactReply, out: &mut dyn Write) -> Result<(), Failure> 
         let damaged = grouped(done.blocks_damaged);
         writeln!(
             out,
-            "{damaged} blocks are damaged and are misses from now on; the server's log lists their places"
+            "{damaged} blocks are damaged and are misses from now on; the server's log lists their positions"
         )?;
     }
     Ok(())
@@ -80,10 +80,7 @@ fn watched(client: &Client) -> Result<proto::CompactReply, Failure> {
         });
         show_lines(Instant::now(), EVERY, &line, &is_done);
         let reply = work.join().map_err(|_| {
-            Failure::user(
-                "the call ended because of a defect of this \
-            program",
-            )
+            Failure::user("a defect in kvarts, please report it: the thread of the call panicked")
         })?;
         reply.map_err(Failure::user)
     })

@@ -163,7 +163,7 @@ fn show(pins: &[Pin], more: bool, out: &mut dyn Write) -> Result<(), Failure> {
     }
     write!(out, "{table}")?;
     match more {
-        true => Ok(writeln!(out, "More pins exist; these end first.")?),
+        true => Ok(writeln!(out, "More pins exist; the list shows the pins that end first.")?),
         false => Ok(()),
     }
 }

@@ -203,7 +203,7 @@ fn report(
             }
         }
         if alike.len() > SHOWN {
-            writeln!(out, "{} more lines like these: `--json` prints all", alike.len() - SHOWN)?;
+            writeln!(out, "{} more lines are not shown: `--json` prints all lines", alike.len() - SHOWN)?;
         }
         for block in differing.iter().take(SHOWN) {
             writeln!(out, "block {block}: the server has other bytes under this key than the file")?;

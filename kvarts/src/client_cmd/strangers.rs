@@ -48,7 +48,7 @@ fn hint(identity: &Identity, known: &[Listed]) -> Option<String> {
     let (name, size) = (there.model.escape_debug(), bytes(model.live_bytes));
     let fields: Vec<String> = near.differences.iter().map(in_words).collect();
     Some(format!(
-        "{name} {}, of which {size} are stored, differs in: {}",
+        "the store contains {size} of {name} {}, whose identity differs from the request: {}",
         there.revision.escape_debug(),
         fields.join(", ")
     ))

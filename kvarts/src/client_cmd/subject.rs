@@ -132,13 +132,13 @@ pub(crate) struct ModelArgs {
     /// The identity of the blocks, a TOML or JSON file (`kvarts identity` makes a template)
     #[arg(long, value_name = "FILE")]
     identity: Option<PathBuf>,
-    /// The model: the name of a shipped one, or the file of a spec
+    /// The model: the name of a shipped model, or the file of a spec
     #[arg(long, value_name = "NAME|FILE")]
     pub(super) model: Option<PathBuf>,
     /// Instead of a model: flat pages with this number of bytes
     #[arg(long, value_name = "SIZE", value_parser = crate::sizes::bytes, conflicts_with = "model")]
     page_bytes: Option<u64>,
-    /// The group of the blocks [default: the first of the model]
+    /// The group of the blocks [default: the first group of the model]
     #[arg(long)]
     group: Option<u32>,
     /// Number of tensor-parallel ranks
@@ -321,7 +321,7 @@ fn agree(file: &Path, identity: &Identity, given: &Path, spec: &ModelSpec) -> Re
     let other = shipped::load(&name).filter(|other| other.geometry() != spec.geometry());
     let Some(other) = other else { return Ok(()) };
     Err(Failure::User(format!(
-        "the model in {} is {}, but the blocks of --model {} differ from its blocks: correct the file or the option",
+        "the model in {} is {}, but --model {} has blocks of another shape: correct the file or the option",
         file.display(),
         other.name(),
         given.display(),

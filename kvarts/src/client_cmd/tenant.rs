@@ -64,15 +64,16 @@ fn purge(arguments: &PurgeArgs, out: &mut dyn Write) -> Result<(), Failure> {
     };
     let whose = match (&arguments.name, arguments.unsalted) {
         (Some(name), _) => format!("tenant {}", name.escape_debug()),
-        (None, true) => "the time without tokens".to_owned(),
-        (None, false) => "the tenant of that salt".to_owned(),
+        (None, true) => "no tenant (stored while no tokens were required)".to_owned(),
+        (None, false) => "the tenant with the given salt".to_owned(),
     };
     let there = client.purge_tenant(request.clone()).map_err(Failure::user)?;
     let (blocks, size) = (grouped(there.blocks), bytes(there.bytes));
     let is_done = there.namespaces > 0 && !arguments.dry_run;
     let gone = if is_done {
         arguments.sure.ask(&format!(
-            "all {blocks} blocks ({size}) of {whose} will be deleted, also pinned blocks; this cannot be undone"
+            "all {blocks} blocks ({size}) of {whose} will be deleted, also pinned blocks; the delete \
+            cannot be undone"
         ))?;
         client.purge_tenant(proto::PurgeTenantRequest { dry_run: false, ..request }).map_err(Failure::user)?
     } else {

@@ -121,15 +121,15 @@ fn write_text(report: &Report, arguments: &FsckArgs, out: &mut dyn Write) -> Res
     if report.deletes > 0 {
         writeln!(
             out,
-            "{} deletes of keys are recorded, so that no push restores them.",
+            "{} deletes of keys are recorded, so that no push restores the deleted blocks.",
             grouped(report.deletes)
         )?;
     }
     let left = report.problems.iter().filter(|problem| !problem.repaired).count();
     match (left, arguments.repair) {
         (0, _) => writeln!(out, "clean")?,
-        (left, false) => writeln!(out, "{left} problems. --repair rebuilds lost indexes.")?,
-        (left, true) => writeln!(out, "{left} problems are left: blocks of damaged packs are misses.")?,
+        (left, false) => writeln!(out, "{left} problems were found. `--repair` rebuilds lost indexes.")?,
+        (left, true) => writeln!(out, "{left} problems remain: blocks of damaged packs are misses.")?,
     }
     Ok(())
 }

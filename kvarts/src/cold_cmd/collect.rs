@@ -30,7 +30,7 @@ pub(super) struct GcArgs {
     /// Time between the removal of a pack from the manifest and its deletion; at least 1h
     #[arg(long, default_value = "24h", value_name = "TIME", value_parser = duration)]
     grace: Duration,
-    /// Only print the changes, make none
+    /// Print the changes without making them
     #[arg(long)]
     dry_run: bool,
     #[command(flatten)]

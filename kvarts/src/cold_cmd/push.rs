@@ -136,8 +136,9 @@ fn is_in_use(directories: &[PathBuf], live: bool) -> Result<bool, Failure> {
                 return Err(Failure::Refused(Refusal::new(
                     "in-use",
                     format!("{shown} is in use by another process"),
-                    "without DIR the command asks the server to push into its own bucket; --live reads the \
-                    files of a running server, and may push blocks that are deleted during the push",
+                    "run the command without DIR: the server then pushes into its own bucket; or use \
+                    --live, which reads the files of a running server, and may push blocks that are \
+                    deleted during the push",
                 )));
             }
             // What else is wrong is told where it is read.
@@ -182,7 +183,12 @@ fn from_files(
     });
     let pushed = pushed?;
     let exported = exported
-        .map_err(|_| Failure::user("the export of the store ended because of a defect of this program"))?
+        .map_err(|_| {
+            Failure::user(
+                "a defect in kvarts, please report it: the thread that reads the \
+            store panicked",
+            )
+        })?
         .map_err(Failure::user)?;
     let (store_problems, left_out) = (contents.findings.problem_count, exported.blocks_left_out);
     if exported.totals.blocks == 0 && left_out == 0 && !arguments.wanted.all {

@@ -24,10 +24,10 @@ use crate::offline::write_json;
 pub(super) struct RestoreArgs {
     #[command(flatten)]
     into: Destination,
-    /// Only this namespace
+    /// Restore only this namespace
     #[arg(long, value_name = "ID", conflicts_with = "all", required_unless_present = "all")]
     namespace: Option<NamespaceId>,
-    /// Everything
+    /// All namespaces of the bucket
     #[arg(long)]
     all: bool,
     #[command(flatten)]
@@ -156,7 +156,7 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     if report.lost + report.refused > 0 {
         writeln!(
             out,
-            "{} blocks were lost, {} refused; the first: {}. Run kvarts cold fsck.",
+            "{} blocks were lost and {} were refused. The first cause: {}. Run kvarts cold fsck.",
             grouped(report.lost),
             grouped(report.refused),
             report.why.as_deref().unwrap_or("the reason is unknown")

@@ -23,7 +23,7 @@ pub(super) struct LsArgs {
 /// The arguments of `cold stat`.
 #[derive(Args, Debug)]
 pub(super) struct StatArgs {
-    /// The namespace
+    /// The namespace whose packs are shown
     #[arg(long, value_name = "ID")]
     namespace: NamespaceId,
     #[command(flatten)]

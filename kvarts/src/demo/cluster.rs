@@ -105,7 +105,7 @@ pub(super) fn run(arguments: &DemoArgs, out: &mut dyn Write) -> Result<(), Failu
         let reply = ask(&on_b, chain, Ask::ClaimMs(LEASE_MS))?;
         match reply.what() {
             What::Granted => break token(&reply)?,
-            What::Owned => while_it_is_leased = "refused: A owns it",
+            What::Owned => while_it_is_leased = "refused, because A owned the chain",
             _ => {}
         }
         if waited.elapsed() > PATIENCE {
@@ -319,14 +319,14 @@ fn show(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
         timeline(story.prefix_bytes, read, out)?;
         if number == 2 {
             let (to_b, to_c) = (story.copied_to_b, story.copied_to_c);
-            writeln!(out, "   Then {to_b} blocks were copied to B and {to_c} to C, as A had produced them.")?;
+            writeln!(out, "   Then {to_b} blocks were copied to B and {to_c} to C, with unchanged origins.")?;
         }
     }
     let ((epoch, number), (next_epoch, next)) = (story.first_owner_token, story.next_owner_token);
     writeln!(
         out,
-        "5. A owned a chain under token {epoch}.{number}. B's claim was {}; {:.1} s later it was granted,\n   under token \
-         {next_epoch}.{next}.",
+        "5. A owned a chain under token {epoch}.{number}. B's claim was {}; {:.1} s later the claim was \
+        granted,\n   under token {next_epoch}.{next}.",
         story.while_it_is_leased, story.owner_seconds
     )?;
     writeln!(out, "\n{:.1} s in all.", story.seconds)?;

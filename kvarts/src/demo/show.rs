@@ -61,17 +61,17 @@ pub(super) fn write(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
     )?;
     writeln!(
         out,
-        "4. The prefix was read back layer by layer over the {} path, into memory shared with the server, while what had\n   \
-         arrived was used (every byte was compared with the stored bytes: {} differ):\n",
+        "4. The prefix was read back layer by layer over the {} path, into memory shared with the \
+        server, while the layers\n   that had arrived were used (every byte was compared with the stored \
+        bytes: {} differ):\n",
         story.path, story.bytes_differing
     )?;
     timeline(story, out)?;
     let one_by_one = story.read_seconds + story.compute_seconds;
     writeln!(
         out,
-        "\n   Reading took {:.0} ms ({}) and using the layers {:.0} ms: {:.0} ms one after the \
-         other, but {:.0} ms overlapped.\n   \
-         The first layer was available after {:.1} ms.",
+        "\n   The read took {:.0} ms ({}), and the use of the layers {:.0} ms: {:.0} ms in sequence, but \
+        {:.0} ms overlapped.\n   The first layer was available after {:.1} ms.",
         story.read_seconds * 1e3,
         rate(story.prefix_bytes, story.read_seconds),
         story.compute_seconds * 1e3,

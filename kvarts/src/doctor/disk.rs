@@ -190,8 +190,8 @@ fn speed(name: &str, bytes: u64, times: io::Result<(Duration, Duration)>) -> Fin
         Finding::better(
             check,
             found,
-            "a load may be slower than computing: `kvarts plan break-even` prints the speed from which a \
-            load is faster; NVMe drives read 3,000 MiB/s and more",
+            "a load may be slower than computing: `kvarts plan break-even` prints the speed above which \
+            a load is faster; NVMe drives read 3,000 MiB/s and more",
         )
     } else {
         Finding::good(check, found)

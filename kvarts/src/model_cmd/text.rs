@@ -139,7 +139,7 @@ fn notes(out: &mut String, report: &Report) {
             let (kept, readers) = (part.layers, part.readers);
             push(
                 out,
-                format_args!("{}: kept by {kept} layers, read by {readers} layers after them\n", part.name),
+                format_args!("{}: stored by {kept} layers, read by {readers} later layers\n", part.name),
             );
         }
         if let Some(multiple) = part.empty_at_multiple_of {

@@ -49,7 +49,7 @@ pub(crate) struct Wanted {
     /// Only the prefix that ends with this key, and its descendants
     #[arg(long, value_name = "KEY", conflicts_with = "all")]
     prefix: Option<BlockKey>,
-    /// Everything
+    /// All blocks of the store
     #[arg(long)]
     pub(crate) all: bool,
 }

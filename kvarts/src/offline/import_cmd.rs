@@ -58,7 +58,7 @@ pub(crate) struct Destination {
     /// Create a store in empty directories
     #[arg(long)]
     create: bool,
-    /// With --create: MiB of a segment
+    /// With --create: size of a segment in MiB
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=16384))]
     segment_mib: Option<u64>,
     /// With --create: shards in each directory

@@ -157,7 +157,7 @@ fn whole(store: &Store, contents: &Contents, json: bool, out: &mut dyn Write) ->
     )?;
     writeln!(
         out,
-        "{} blocks in {} artifacts; {} blocks no longer count; {} deletes are remembered",
+        "{} blocks in {} artifacts; {} dead blocks; {} remembered deletes",
         grouped(all.blocks),
         grouped(all.artifacts),
         grouped(all.dead_blocks),

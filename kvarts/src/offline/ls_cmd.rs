@@ -62,8 +62,8 @@ pub(crate) fn run(arguments: &LsArgs, out: &mut dyn Write) -> Result<(), Failure
     };
     if arguments.server.server.is_some() {
         return Err(Failure::user(
-            "DIR cannot be used with the options for a server: with DIR this program reads the files itself, \
-            without DIR it sends the request to a server",
+            "DIR and the options for a server exclude each other. With DIR, this program reads the files \
+            itself; without DIR, it sends the request to a server",
         ));
     }
     let place = Place { directory, more: arguments.more.clone(), live: arguments.live };

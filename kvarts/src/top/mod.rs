@@ -30,7 +30,7 @@ pub(crate) struct TopArgs {
     /// Take two samples, print the difference, and end
     #[arg(long)]
     once: bool,
-    /// Print one JSON object, of one interval
+    /// Print one JSON object for one interval
     #[arg(long)]
     json: bool,
 }

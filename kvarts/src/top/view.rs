@@ -67,7 +67,7 @@ fn head(figures: &Figures) -> Vec<String> {
             count(disk.waiting_operations)
         ),
         format!(
-            "requests  {} under way, {} puts waiting, {} large ones waiting; memory {} of {}",
+            "requests  {} under way, {} puts waiting, {} large requests waiting; memory {} of {}",
             count(requests.under_way),
             count(requests.puts_waiting),
             count(requests.large_waiting),

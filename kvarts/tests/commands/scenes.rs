@@ -126,7 +126,7 @@ const CLIENTS: &[Step] = &[
     step("kvarts watch", &["EVENT"]).standing_for(
         "(while sleep 0.2; do kvarts put BLOCKS --identity ID.toml --model llama-3.1-8b --tokens TOKENS; kvarts delete --all --yes --identity ID.toml --model llama-3.1-8b; done) > /dev/null 2>&1 & kvarts watch --count 1; code=$?; kill $!; exit $code",
     ),
-    step("kvarts scrub | compact | checkpoint | budget | reload | drain", &["none is damaged"])
+    step("kvarts scrub | compact | checkpoint | budget | reload | drain", &["no block is damaged"])
         .standing_for("kvarts scrub"),
     step("kvarts scrub | compact | checkpoint | budget | reload | drain", &[])
         .standing_for("kvarts compact"),
@@ -154,7 +154,7 @@ const PLANNING: &[Step] = &[
     ),
     step(
         "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --stored 28672 --disk 12",
-        &["GROUP", "load from disk", "boundary: token ", "the shorter load gives", "729.0"],
+        &["GROUP", "load from disk", "boundary: token ", "the shorter load of this plan in", "729.0"],
     ),
     step(
         "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --stored 28672 --disk 2.75 --overlap none",
@@ -185,7 +185,7 @@ const PLANNING: &[Step] = &[
     step("kvarts model import config.json --out my-model.toml", &[]),
     step(
         "kvarts model show my-model.toml --tokens 131072",
-        &["1,650 B a token", "pairs: kept by 3 layers, read by 15 layers after them"],
+        &["1,650 B a token", "pairs: stored by 3 layers, read by 15 later layers"],
     ),
     step("cargo run --release --quiet -- model show deepseek-v4-pro --tokens 131072", MODEL),
     step("cargo run --release --quiet -- model show lama-3.1-8b", &["did you mean `llama-3.1-8b`?"]).ends(2),

@@ -72,8 +72,8 @@ impl fmt::Display for Doubt {
         }
         write!(
             f,
-            "kv_dtype is {:?}, which is no number format of a known engine: did you mean {:?}? The server \
-            uses the value as it is, and only an identity with the same value finds its blocks",
+            "kv_dtype is {:?}, which is no number format of a known engine: did you mean {:?}? The \
+            server uses the value as it is, and only an identity with the same value finds these blocks",
             self.said, self.meant
         )
     }

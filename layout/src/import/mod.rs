@@ -118,8 +118,8 @@ impl fmt::Display for ImportError {
             Self::Feature { field, reason } => write!(f, "{field}: {reason}"),
             Self::Architecture { name, missing } => write!(
                 f,
-                "the architecture {name} is not known. These facts about it are missing: {}. Write a \
-                spec by hand if you know these facts",
+                "the architecture {name} is not supported, because these facts about it are missing: {}. \
+                If you know these facts, write a spec by hand",
                 missing.join(", ")
             ),
             Self::Spec(error) => write!(f, "no valid spec follows from the configuration: {error}"),

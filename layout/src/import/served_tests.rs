@@ -139,10 +139,15 @@ fn what_would_change_the_geometry_of_a_family_is_refused_by_its_field() {
             "mistral3",
             "model_type",
             json!("mllama_text_model"),
-            "the architecture `mllama_text_model` is not known",
+            "the architecture `mllama_text_model` is not supported",
         ),
-        ("llava", "model_type", json!("qwen3_vl"), "the architecture `qwen3_vl` is not known"),
-        ("llava", "architectures", json!(["LlavaEncoder"]), "the architecture `LlavaEncoder` is not known"),
+        ("llava", "model_type", json!("qwen3_vl"), "the architecture `qwen3_vl` is not supported"),
+        (
+            "llava",
+            "architectures",
+            json!(["LlavaEncoder"]),
+            "the architecture `LlavaEncoder` is not supported",
+        ),
         ("dots3_note", "layer_types", json!(null), "layer_types: the field is missing"),
         ("dots3_note", "swa_kv_lora_rank", json!(null), "swa_kv_lora_rank: the field is missing"),
         ("qwen4_exp", "ple_layer_ids", json!([4]), "text_config.ple_layer_ids: the number of a linear layer"),
@@ -307,7 +312,7 @@ fn what_would_change_the_geometry_of_a_served_model_is_refused_by_its_field() {
             config!("bailing_hybrid"),
             "architectures",
             json!(["BailingMoeV2_5ForCausalLM"]),
-            "the architecture `BailingMoeV2_5ForCausalLM` is not known",
+            "the architecture `BailingMoeV2_5ForCausalLM` is not supported",
         ),
         (
             config!("gemma4"),
@@ -409,6 +414,6 @@ fn the_page_says_of_every_model_type_of_vllm_whether_it_is_imported() {
         assert!(!is_known(kind), "{kind} is imported");
         let config = json!({ "model_type": kind, "num_hidden_layers": 2 }).to_string();
         let error = import(&config, None, IndexDtype::Fp8).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("the architecture `{kind}` is not known")), "{error}");
+        assert!(error.starts_with(&format!("the architecture `{kind}` is not supported")), "{error}");
     }
 }

@@ -314,10 +314,13 @@ fn an_unknown_architecture_is_refused_with_the_facts_that_are_missing() {
         json!({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "num_hidden_layers": 64});
     assert_eq!(
         refusal(&mamba),
-        "the architecture `mamba2` is not known. These facts about it are missing: the state of each kind of layer (its parts, and how their bytes depend on the tokens), num_key_value_heads, head_dim, the cache's number format (torch_dtype). Write a spec by hand if you know these facts"
+        "the architecture `mamba2` is not supported, because these facts about it are missing: the state \
+        of each kind of layer (its parts, and how their bytes depend on the tokens), \
+        num_key_value_heads, head_dim, the cache's number format (torch_dtype). If you know these facts, \
+        write a spec by hand"
     );
     let draft = with(llama(1, 4096, 32), "architectures", json!(["LlamaForCausalLMEagle3"]));
-    assert!(refusal(&draft).starts_with("the architecture `LlamaForCausalLMEagle3` is not known"));
+    assert!(refusal(&draft).starts_with("the architecture `LlamaForCausalLMEagle3` is not supported"));
     let long = with(mamba, "model_type", json!(format!("a\n\u{1b}[31m{}", "x".repeat(1000))));
     let error = refusal(&long);
     assert!(error.len() < 500 && !error.contains(char::is_control), "{error}");

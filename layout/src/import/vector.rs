@@ -11,7 +11,7 @@ impl Dtype {
             Self::Bf16 | Self::Fp16 => Ok(2),
             Self::Fp32 => Ok(4),
             Self::Int8 | Self::Nvfp4 => {
-                Err(config.feature("dtype", "kvarts does not know how this number format stores its scales"))
+                Err(config.feature("dtype", "the scales of this number format are not supported"))
             }
         }
     }

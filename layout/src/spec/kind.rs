@@ -14,15 +14,15 @@ pub struct Kind(String);
 
 /// The registered kinds and what each means.
 pub const KNOWN_KINDS: &[(&str, &str)] = &[
-    ("dense_kv", "keys and values of every KV head, one entry a token"),
-    ("mla", "latent attention: one compressed key-value entry a token, shared by all heads"),
-    ("mla_index", "the key of a sparse-attention indexer, one a token"),
-    ("csa_main", "compressed sparse attention: one main entry each few tokens"),
+    ("dense_kv", "keys and values of every KV head, one entry for each token"),
+    ("mla", "latent attention: one compressed key-value entry for each token, shared by all heads"),
+    ("mla_index", "the key of a sparse-attention indexer, one for each token"),
+    ("csa_main", "compressed sparse attention: one main entry for every few tokens"),
     ("csa_index", "the indexer's key of a compressed sparse entry"),
-    ("hca", "heavily compressed attention: one entry each many tokens"),
+    ("hca", "heavily compressed attention: one entry for many tokens"),
     ("swa_window", "keys and values of the last tokens of a sliding window"),
     ("mla_window", "latents of the last tokens of a sliding window"),
-    ("compressor_tail", "inputs of a compressor that do not make a whole entry yet"),
+    ("compressor_tail", "inputs of a compressor that do not fill an entry yet"),
     ("recurrent_state", "the state of a linear-attention or state-space layer"),
     ("conv_state", "the last inputs of a short convolution"),
     ("draft", "state of a draft or multi-token-prediction layer"),

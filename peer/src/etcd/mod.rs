@@ -213,7 +213,7 @@ async fn session(shared: &Shared, lease: &mut i64, at: &mut usize) -> Result<(),
                 }
                 if !view.is_registered(shared.me.id) {
                     *lease = 0;
-                    return Err("the registration of this node is gone".to_owned());
+                    return Err("etcd no longer contains the registration of this node".to_owned());
                 }
             }
         }

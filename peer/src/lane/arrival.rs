@@ -61,7 +61,10 @@ impl Arrival {
         waits: &mut Option<Wanted>,
         answer: &proto::LaneAnswer,
     ) -> Result<Self, Broken> {
-        let delivery = delivery(&outline, answer).ok_or(Broken::Protocol("the answer contradicts itself"))?;
+        let delivery = delivery(&outline, answer).ok_or(Broken::Protocol(
+            "the fields of the answer \
+            contradict each other",
+        ))?;
         let chunks = delivery.chunks(&outline.shape);
         let fits = answer.bytes == delivery.bytes(&outline.shape)
             && answer.digests.len() as u64 == chunks.saturating_mul(4)
@@ -88,7 +91,7 @@ impl Arrival {
         }
         if waits.is_some() && due.len() as u64 != chunks {
             // The places were checked before anything was asked for.
-            return Err(Broken::Protocol("no place is known for some chunks"));
+            return Err(Broken::Protocol("some chunks of the answer have no destination"));
         }
         let asked = waits.as_ref().map_or(Nanos(0), |wanted| wanted.asked);
         let lives = answer.lives.as_chunks::<16>().0.iter().map(|life| asked::life(life, asked));

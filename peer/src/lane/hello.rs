@@ -174,7 +174,7 @@ impl Member {
             return Err(Broken::Refused("the other node belongs to another cluster"));
         }
         if hello.peer[..] != self.node.as_bytes()[..] {
-            return Err(Broken::Refused("the connection was made to another node"));
+            return Err(Broken::Refused("the connection was intended for another node"));
         }
         if hello.secret != self.secret.is_some() {
             return Err(Broken::Refused(

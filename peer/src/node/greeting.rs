@@ -96,8 +96,7 @@ impl Greeting {
             [LET_IN] => {}
             [OTHER_SECRET] => {
                 return Err(refused(
-                    "the other node refused this node: the two have different \
-                cluster secrets",
+                    "the other node refused this node: the cluster secrets of the two nodes differ",
                 ));
             }
             [OTHER_CERTIFICATE] => {
@@ -131,7 +130,7 @@ impl Greeting {
             Some((magic, from, caller, <[u8; PROOF]>::try_from(proof).ok()?))
         });
         let Some((MAGIC, from, caller, proof)) = parts else {
-            return Err(refused("the other program has another version, or is no node"));
+            return Err(refused("the calling program has another version, or is not a node"));
         };
         let words = Words { from: StoreId(*from), to: self.me, called, caller: *caller };
         if blake3::Hash::from_bytes(proof) != words.proof(&self.secret, Side::Caller) {
@@ -175,7 +174,10 @@ mod tests {
         let good = greeting(ME, b"secret");
         assert_eq!(both(good.clone(), PEER, greeting(PEER, b"secret")).await, (None, Some(ME)));
         let (told, who) = both(good.clone(), PEER, greeting(PEER, b"another")).await;
-        assert!(told.is_some_and(|told| told.contains("have different cluster secrets")) && who.is_none());
+        assert!(
+            told.is_some_and(|told| told.contains("the cluster secrets of the two nodes differ"))
+                && who.is_none()
+        );
         // One that was meant for another node.
         let (told, who) = both(good, PEER, greeting(StoreId([3; 16]), b"secret")).await;
         assert!(told.is_some() && who.is_none());

@@ -136,7 +136,10 @@ impl ClusterNode {
         })?;
         match self.members().get(from) {
             Some(_) if from != self.me => Ok(from),
-            _ => Err(Status::permission_denied(format!("node {from} is not another member of this cluster"))),
+            _ => Err(Status::permission_denied(format!(
+                "node {from} is not a member of this cluster, or \
+                is this node itself"
+            ))),
         }
     }
 }
@@ -187,7 +190,8 @@ impl Nodes for Holder {
         if asked.version != VERSION {
             let version = asked.version;
             return Err(Status::failed_precondition(format!(
-                "this node has protocol version {VERSION}, not {version}"
+                "this node has protocol version {VERSION}, but the caller has version {version}: use one \
+                version of kvarts on all nodes"
             )));
         }
         if asked.cluster != node.options.cluster {
@@ -199,7 +203,8 @@ impl Nodes for Holder {
         let epoch = members.epoch();
         if asked.epoch == epoch && asked.members != members.digest().as_slice() {
             return Err(Status::failed_precondition(format!(
-                "this node's list of members for epoch {epoch} differs: give every node the same list"
+                "this node's list of members for epoch {epoch} differs from the caller's list: give \
+                every node the same list"
             )));
         }
         let me = node.me.0.to_vec().into();
@@ -325,7 +330,7 @@ impl ClusterNode {
                 let mut directory = self.directory();
                 let asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
                 if !asking.get(&from).is_some_and(|now| now.to.same_channel(over)) {
-                    return Some(Status::aborted("the node has a newer connection"));
+                    return Some(Status::aborted("the node has opened a newer connection"));
                 }
                 drop(asking);
                 self.take(&mut directory, from, &message);

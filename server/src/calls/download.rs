@@ -64,7 +64,7 @@ impl Download {
             Ok(proto::ReadClass::ReadBackground) => Class::Background,
             Err(_) => {
                 return Err(Fault::malformed(format!(
-                    "class: the value {} is not known to this server",
+                    "class: this server does not support the value {}",
                     wire.class
                 )));
             }

@@ -41,15 +41,16 @@ fn fault(refused: Refused) -> Fault {
         Refused::Unknown => Reason::LeaseEnded.into(),
         Refused::HandedOver => Fault::forbidden("the session was handed over to another node"),
         Refused::OutOfOrder { from, blocks } => Fault::malformed(format!(
-            "blocks: the session has the blocks {from} to {blocks}; new blocks must follow them or fork from \
-            them"
+            "blocks: the first new block, or the number of blocks that a fork shares, must be {from} to \
+            {blocks}"
         )),
         Refused::Diverged => Fault::malformed(
-            "another block is at this position, or another session has this number: fork the session instead",
+            "the given key differs from the session's block at this position, or another session has \
+            this number: fork the session instead",
         ),
         Refused::Grants => Fault::malformed(
-            "the session's limit of leases is reached: extend the session from its own first block, with all \
-            of its own blocks",
+            "the session's limit of leases is reached: extend the session from its first block that is \
+            not shared with its parent, with the keys of all blocks from there",
         ),
         Refused::Depth => Fault::malformed("the chain of forked sessions is too long: open a new session"),
         Refused::Full => Fault::busy(busy::SESSIONS),
@@ -119,7 +120,7 @@ pub(crate) async fn fork(call: Arc<Call>, wire: proto::ForkSessionRequest) -> Ou
         [] if blocks == stand.blocks => stand.tip,
         _ => {
             return Err(Fault::malformed(
-                "key: 32 bytes are required, the key of the last block of the fork",
+                "key: 32 bytes are required: the key of the last block that the fork shares with its parent",
             ));
         }
     };

@@ -40,7 +40,7 @@ pub(super) fn may_hold(call: &Call, hold: Duration) -> Outcome<()> {
     }
     let most = limits::READERS_LEASE_MAX.as_secs();
     Err(Fault::forbidden(format!(
-        "the token lacks the right to pin: without that right a lease ends within {most} s"
+        "the token lacks the right to pin: without this right, a lease can last at most {most} s"
     )))
 }
 
@@ -231,8 +231,7 @@ pub(crate) fn list_pins(call: &Call, wire: &proto::ListPinsRequest) -> Outcome<p
     let (state, own) = (&call.state, &call.caller.tenant);
     if wire.of_all && !call.caller.rights.has(Right::Admin) {
         return Err(Fault::forbidden(
-            "the token lacks the right to admin, which is needed for the pins of all \
-            tenants",
+            "the token lacks the right to admin, which is required to list the pins of all tenants",
         ));
     }
     let tenants = match wire.of_all {

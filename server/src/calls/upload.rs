@@ -202,7 +202,7 @@ fn layout(wire: i32) -> Outcome<Option<Layout>> {
         Ok(proto::Layout::Auto) => Ok(None),
         Ok(proto::Layout::FullBlock) => Ok(Some(Layout::FullBlock)),
         Ok(proto::Layout::LayerBlock) => Ok(Some(Layout::LayerBlock)),
-        Err(_) => Err(Fault::malformed(format!("layout: the value {wire} is not known to this server"))),
+        Err(_) => Err(Fault::malformed(format!("layout: this server does not support the value {wire}"))),
     }
 }
 
@@ -210,7 +210,7 @@ fn durability(wire: i32) -> Outcome<Durability> {
     match proto::Durability::try_from(wire) {
         Ok(proto::Durability::Durable) => Ok(Durability::Durable),
         Ok(proto::Durability::Relaxed) => Ok(Durability::Relaxed),
-        Err(_) => Err(Fault::malformed(format!("durability: the value {wire} is not known to this server"))),
+        Err(_) => Err(Fault::malformed(format!("durability: this server does not support the value {wire}"))),
     }
 }
 

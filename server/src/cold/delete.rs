@@ -135,7 +135,10 @@ impl Deleting<'_> {
             Err(_) => format!("the bucket has not responded within {:.1} s", left.as_secs_f64()),
         };
         add(&cold.counts.delete_failures, 1);
-        self.failed = Some(format!("the cold tier, which may still have the block: {why}"));
+        self.failed = Some(format!(
+            "the cold tier did not confirm the delete and may still contain the \
+            block: {why}"
+        ));
     }
 
     /// Whether the tier was told.

@@ -82,7 +82,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let metrics = decided.or("listen.metrics", set.metrics.as_ref(), default(METRICS_PORT));
     let segment = set.segment.as_ref().map(|text| sized("store.segment", text)).transpose()?;
     if segment.is_none() {
-        decided.or("store.segment", None, "the store's own, or 256 MiB when it is made");
+        decided.or("store.segment", None, "the segment size of the store, or 256 MiB for a new store");
     }
     let (few, own) = (cores().min(2), executors_of(cores(), directories.len()));
     let executors = decided.or("store.executors", set.executors.as_ref(), own);
@@ -348,12 +348,12 @@ fn too_small(text: &str, bytes: u64) -> String {
     let such = "or a part of the disks such as 90%";
     // With a unit, or as nothing, it was meant: another unit would be a guess.
     if bytes == 0 || text.contains(|c: char| !c.is_ascii_digit()) {
-        return format!("{text} is smaller than any store: write a size such as 64G, {such}");
+        return format!("{text} is smaller than the smallest store: write a size such as 64G, {such}");
     }
     let shown = human::bytes(bytes);
     match size::percent(&format!("{text}%")) {
-        Some(Ok(part)) => format!("{text} is {shown}: write {part}% of the disks, or {text}G"),
-        _ => format!("{text} is {shown}: write a unit, such as {text}G, {such}"),
+        Some(Ok(part)) => format!("{text} means {shown}: write {part}% of the disks, or {text}G"),
+        _ => format!("{text} means {shown}: write a unit, such as {text}G, {such}"),
     }
 }
 

@@ -174,7 +174,7 @@ settings! {
     /// Limit of the bytes written in a day; when the limit is reached, only blocks that were put before are stored
     endurance, "store", "endurance", "KVARTS_STORE_ENDURANCE", "endurance", "SIZE", "no limit";
     /// Number of executors of the engine
-    executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2 for each directory, limited to 2 or an eighth of the cores, whichever is larger";
+    executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2 for each directory, but at most the larger of 2 and an eighth of the cores";
     /// Interface to the disks: auto, ring (io_uring) or pool (threads)
     io, "store", "io", "KVARTS_STORE_IO", "io", "NAME", "auto";
     /// Features of io_uring that the server does not use, separated by commas

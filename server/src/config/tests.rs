@@ -65,11 +65,11 @@ fn every_setting_has_a_value_and_a_source_whatever_is_set() {
 fn a_budget_whose_unit_was_forgotten_is_refused_with_what_was_meant() {
     let such = "or a part of the disks such as 90%";
     let smaller =
-        |shown: &str| format!("{shown} is smaller than any store: write a size such as 64G, {such}");
+        |shown: &str| format!("{shown} is smaller than the smallest store: write a size such as 64G, {such}");
     for (wrong, what) in [
-        ("90", "90 is 90 B: write 90% of the disks, or 90G".to_owned()),
-        ("'90'", "90 is 90 B: write 90% of the disks, or 90G".to_owned()),
-        ("900", format!("900 is 900 B: write a unit, such as 900G, {such}")),
+        ("90", "90 means 90 B: write 90% of the disks, or 90G".to_owned()),
+        ("'90'", "90 means 90 B: write 90% of the disks, or 90G".to_owned()),
+        ("900", format!("900 means 900 B: write a unit, such as 900G, {such}")),
         ("'900 B'", smaller("900 B")),
         ("'900B'", smaller("900B")),
         ("'512K'", smaller("512K")),

@@ -89,7 +89,8 @@ fn home_options(config: &Config, stop: &Stop, notes: &mut Vec<String>) -> Result
     if budget < least {
         let (budget, least) = (human::bytes(budget), human::bytes(least));
         return Err(format!(
-            "store.budget: {budget} is too small: four segments need {least}, as with --budget \"{least}\""
+            "store.budget: {budget} is too small: the store needs four segments, so use --budget \
+            \"{least}\" or more"
         ));
     }
     let shards =

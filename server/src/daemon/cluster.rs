@@ -274,11 +274,12 @@ fn not_taken(file: &Members, here: &Members) -> Option<String> {
         std::cmp::Ordering::Greater => None,
         std::cmp::Ordering::Equal if file.list() == here.list() => None,
         std::cmp::Ordering::Equal => Some(format!(
-            "cluster.members: the file lists other members than this node for the same epoch {old} and \
-            was ignored: increase the epoch by one"
+            "cluster.members: the file was ignored, because its members differ from the members in use \
+            but its epoch is the same ({old}): increase the epoch by one"
         )),
         std::cmp::Ordering::Less => Some(format!(
-            "cluster.members: the file's epoch {new} is older than epoch {old} of this node and was ignored"
+            "cluster.members: the file was ignored, because its epoch {new} is older than the epoch \
+            {old} in use"
         )),
     }
 }
@@ -326,5 +327,5 @@ fn is_local(member: &Member) -> bool {
 
 fn resolve(member: &Member) -> Result<SocketAddr, String> {
     let found = member.address.to_socket_addrs().map_err(|error| format!("{}: {error}", member.address))?;
-    found.into_iter().next().ok_or_else(|| format!("{}: the name has no address", member.address))
+    found.into_iter().next().ok_or_else(|| format!("{}: the host name has no address", member.address))
 }

@@ -32,8 +32,8 @@ fn decode(text: &str) -> Option<u32> {
 fn read(directory: &Path) -> Result<Option<u32>, String> {
     let path = directory.join(FILE);
     let told = |what: &dyn std::fmt::Display| format!("{}: {what}", path.display());
-    let damaged = "the file is damaged: remove the file after this node has been stopped for 69 s, because \
-        its leases may be valid for this time";
+    let damaged = "the file is damaged: wait until this node has been stopped for 69 s (its leases may \
+        be valid for this time), then remove the file";
     match std::fs::metadata(&path).map(|found| found.len()) {
         Ok(1..=BYTES_MAX) => {
             let text = std::fs::read_to_string(&path).map_err(|error| told(&error))?;
@@ -69,12 +69,12 @@ pub(super) fn count(in_use: &[&Path], are_some_out: bool, now_s: u64) -> Result<
         return Err(why.clone());
     }
     let next = known.unwrap_or(0).checked_add(1);
-    let next = next.ok_or("cluster-starts: the number of starts has reached its limit")?;
+    let next = next.ok_or("cluster-starts: the number of starts of this node has reached its limit")?;
     let is_whole = !are_some_out && found.iter().all(|one| matches!(one, Ok(found) if *found == known));
     let seconds = u32::try_from(now_s.saturating_sub(SECONDS_FROM)).unwrap_or(u32::MAX - 1);
     if are_some_out && seconds == 0 {
-        let why = "the clock of this machine is before 2020, and a directory of the store is out of use: set the clock, because the \
-            number of this start is taken from it";
+        let why = "the clock of this machine is before 2020, and a directory of the store is out of use: \
+            set the clock, because the number of this start is computed from the time";
         return Err(format!("cluster-starts: {why}"));
     }
     let now = if is_whole { next } else { next.max(seconds) };

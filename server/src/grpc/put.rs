@@ -89,8 +89,7 @@ impl Incoming {
             Some(_) => return Err(Fault::malformed("the put has a second header")),
             None => {
                 return Err(Fault::malformed(format!(
-                    "the put ended after {} bytes, before the number of bytes that its header \
-                    announces",
+                    "the put ended after {} bytes, but its header announces more bytes",
                     self.at
                 )));
             }

@@ -94,7 +94,10 @@ fn is_pinned(mode: Mode) -> bool {
 fn files((locals, tenant): (&Arc<Locals>, u32), count: u64) -> Outcome<Part> {
     let files = locals.files.try_take(tenant, count);
     files.ok_or_else(|| {
-        Fault::busy("the server's limit of shared memories is reached: unshare memories that are not in use")
+        Fault::busy(
+            "the server's limit of shared memory regions is reached: unshare regions that are \
+            not in use",
+        )
     })
 }
 
@@ -169,7 +172,7 @@ fn attached(of: (&Arc<Locals>, u32), name: Name, bytes: u64) -> Outcome<Given> {
     let pool = locals.pools.find(tenant, name);
     let pool = pool.ok_or_else(|| malformed("pool: no session has a pool of this name"))?;
     if bytes != 0 && bytes != pool.bytes() {
-        return Err(malformed("bytes: the pool has another size"));
+        return Err(malformed("bytes: the given size differs from the size of the pool"));
     }
     has_room(&pool)?;
     let open = files(of, 1)?;

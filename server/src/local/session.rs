@@ -189,7 +189,7 @@ async fn hello(line: &Line, incoming: &mut Incoming) -> Result<(u64, proto::Hell
                 Next::Frame(Head { kind: Kind::Hello, id, .. }, body) => {
                     return Ok((id, proto::Hello::decode(body).map_err(broken)?));
                 }
-                Next::Frame(..) => return Err(broken("a request came before the first message")),
+                Next::Frame(..) => return Err(broken("a request arrived before the first message (Hello)")),
                 Next::More | Next::Wait => {}
             }
         }
@@ -586,7 +586,7 @@ impl Session {
         let call = self.admit(&SHARE, None)?;
         let wire: proto::ShareRequest = decode(body)?;
         if wire.memory == 0 || self.memories.contains_key(&wire.memory) {
-            return Err(Fault::malformed("share: the number is 0, missing or in use"));
+            return Err(Fault::malformed("share: the number of the memory region is 0, missing or in use"));
         }
         if self.memories.len() >= MEMORIES_MAX {
             return Err(Reason::TooMany("memories").into());

@@ -82,7 +82,7 @@ impl Trouble {
             Some((shard, why)) => tracing::warn!(
                 shard,
                 shards = failing.len(),
-                "all writes to a device fail: puts to these shards are refused, reads continue, and each put \
+                "all writes to a device fail, so its shards refuse puts; reads continue. Each new put \
                 tries the device again; check the device: {why}"
             ),
             None => tracing::info!("writes to the device succeed again: puts are accepted in all shards"),

@@ -32,7 +32,7 @@ pub fn page(title: &str, figures: &Map<String, Value>, counted: &Counted) -> Str
         let slices = counted.slices.iter().enumerate();
         slices.filter_map(|(place, slice)| of(slice).map(|value| (seconds(place), value))).collect()
     };
-    html.push_str("<h2>Hits over time (part of the blocks asked for)</h2>");
+    html.push_str("<h2>Hits over time (fraction of the requested blocks)</h2>");
     html.push_str(&lines(
         &over_time(&|slice| (slice.blocks > 0).then(|| slice.hits as f64 / slice.blocks as f64)),
         "s",

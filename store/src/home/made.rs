@@ -125,8 +125,8 @@ pub(super) fn refuse_absent(directory: &Path) -> io::Result<()> {
         return Ok(());
     }
     let what = format!(
-        "the directory {} does not exist: mount its disk if it is on one (`findmnt` lists mounted disks), \
-        else run `mkdir -p {}`",
+        "the directory {} does not exist: mount its disk if the directory is on another disk (`findmnt` \
+        lists mounted disks), otherwise run `mkdir -p {}`",
         above.display(),
         above.display()
     );
@@ -254,7 +254,7 @@ mod tests {
         assert!(refused(&["one", "two"]).contains("the store has 1 directories, but 2 were given"));
         assert_eq!(scratch.all(), before);
         let absent = refused(&["no disk/kvarts"]);
-        let expected = ["no disk does not exist: mount its disk", "else run `mkdir -p "];
+        let expected = ["no disk does not exist: mount its disk", "otherwise run `mkdir -p "];
         assert!(expected.iter().all(|part| absent.contains(part)), "{absent}");
         assert_eq!(scratch.all(), before);
         // A directory that another process has is that process's.

@@ -103,7 +103,8 @@ impl DirectoryPlaces for Held {
             Found::look(&asked).is_store.then(|| lock(&asked))
         });
         let taken = taken.ok_or_else(|| silent(directory).to_string())?;
-        let absent = || format!("{} holds no store: mount its disk", directory.display());
+        let absent =
+            || format!("{} contains no store: mount the disk of this directory", directory.display());
         let mut lock = taken.ok_or_else(absent)?.map_err(|error| error.to_string())?;
         lock.at = at;
         let place = Place::of(&lock).ok_or_else(absent)?;

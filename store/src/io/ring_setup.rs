@@ -93,7 +93,7 @@ fn note_flags(used: &[Feature], refusal: Option<&std::io::Error>, outcomes: &mut
             Err("not needed together with defer-taskrun".to_owned())
         } else {
             Err(refusal.map_or_else(
-                || "not possible while other features that this one needs are off".to_owned(),
+                || "not possible while a feature that it requires is off".to_owned(),
                 unsupported,
             ))
         };
@@ -118,7 +118,7 @@ fn try_build(flags: &[Feature]) -> std::io::Result<IoUring> {
 
 fn probe_vectored(ring: &IoUring, registered: bool) -> Result<(), String> {
     if !registered {
-        return Err("not possible without fixed-buffers".to_owned());
+        return Err("not possible while fixed-buffers is off".to_owned());
     }
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe).map_err(|error| unsupported(&error))?;

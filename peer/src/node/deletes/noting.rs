@@ -42,8 +42,7 @@ impl ClusterNode {
         let late = |what: &str| {
             let seconds = NOTED_WITHIN.as_secs();
             failed(format!(
-                "the list of deletes {what} for {seconds} s: the disk of the first directory does not \
-                respond"
+                "the list of deletes {what} for {seconds} s: a disk of this node does not respond"
             ))
         };
         let keeper = in_time(runner, NOTED_WITHIN, Arc::clone(&self.deletes.keeper).lock_owned()).await;

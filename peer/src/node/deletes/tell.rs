@@ -257,7 +257,7 @@ impl ClusterNode {
             match lock(&self.deletes.log).told(name, after) {
                 Told::New => {}
                 Told::Old => continue,
-                Told::Early => return Err("an earlier entry is missing".to_owned()),
+                Told::Early => return Err("an earlier entry of the list of deletes is missing".to_owned()),
             }
             let came = self.carry_out(&entry).await.map_err(|error| error.to_string())?;
             // Who numbered it has it.

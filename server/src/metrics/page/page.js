@@ -103,7 +103,7 @@ function plots() {
 function show(seen, ever) {
   const { disk, requests, hits } = seen;
   say(find("version"), seen.version);
-  const known = [seen.store && `store ${seen.store}`, `asked at ${location.host}`, seen.uptime !== null && `running for ${span(seen.uptime)}`];
+  const known = [seen.store && `store ${seen.store}`, `from ${location.host}`, seen.uptime !== null && `running for ${span(seen.uptime)}`];
   say(find("which"), known.filter(Boolean).join(", "));
   document.title = `Kvarts ${location.host} ${seen.store.slice(0, 8)}`.trim();
   let state = "Well";
@@ -119,7 +119,7 @@ function show(seen, ever) {
     ["Blocks of reads", `${count(seen.delivered)} delivered`, misses ? `missed: ${misses}` : "none missed"],
     ["Disk", `${size(disk.live)} live`, `${size(disk.dead)} dead, ${size(disk.free)} free of ${size(disk.budget)}; ${count(disk.blocks)} blocks`],
     ["Devices", `${size(disk.read)}/s read`, `${size(disk.written)}/s written; ${count(disk.running)} operations under way, ${count(disk.waiting)} waiting`],
-    ["Requests", `${count(requests.underWay)} under way`, `${count(requests.putsWaiting)} puts and ${count(requests.largeWaiting)} large ones wait`],
+    ["Requests", `${count(requests.underWay)} under way`, `${count(requests.putsWaiting)} puts and ${count(requests.largeWaiting)} large requests wait`],
     ["Memory of requests", size(requests.memory), `of ${size(requests.memoryLimit)}`],
   ]);
   table("calls-table", ["Path, method, class", "Calls/s", "In/s", "Out/s", "p50", "p99"],
@@ -152,14 +152,14 @@ async function earlier(at) {
 
 async function ask(path, headers = {}) {
   const answer = await fetch(path, { cache: "no-store", headers, signal: AbortSignal.timeout(TIMEOUT_MS) });
-  if (!answer.ok) throw new Error(answer.status === 401 ? await answer.text() : `it answers ${answer.status}`);
+  if (!answer.ok) throw new Error(answer.status === 401 ? await answer.text() : `the server returned the status ${answer.status}`);
   return answer.json();
 }
 
 function drawMap(told) {
   const shards = mapOf(told);
-  const many = told.segments_per_cell > 1 ? `, ${told.segments_per_cell} to a cell` : "";
-  say(find("segments-said"), `${count(told.segments)} segment files of ${size(told.segment_bytes)}${many}. A file is as full as its cell is.`);
+  const many = told.segments_per_cell > 1 ? `, ${told.segments_per_cell} in each cell` : "";
+  say(find("segments-said"), `${count(told.segments)} segment files of ${size(told.segment_bytes)}${many}. Each cell shows how full its files are.`);
   const place = find("segments");
   fit(place, shards.length, () => element("figure", element("figcaption"), document.createElementNS(SVG, "svg")));
   shards.forEach(({ name, said, width, height, boxes }, at) => {
@@ -191,7 +191,7 @@ async function showInside(event) {
       say(models.children[at], `${one.model} ${one.revision}, ${one.namespace.slice(0, 8)}, ${size(one.live_bytes)}`);
     });
     if (told.namespace) models.value = told.namespace;
-    const more = told.is_cut ? " Only a part of the model was looked at." : told.branches_left_out ? ` ${count(told.branches_left_out)} more are not shown.` : "";
+    const more = told.is_cut ? " Only a part of the model was searched." : told.branches_left_out ? ` ${count(told.branches_left_out)} more are not shown.` : "";
     say(find("inside-said"), told.models.length ? `${count(told.branches.length)} runs of blocks.${more}` : "Nothing is stored.");
     const tokens = told.models.find((one) => one.namespace === told.namespace)?.block_tokens ?? 0;
     const rows = branchesOf(told, reads, tokens);
@@ -223,7 +223,7 @@ function offer(id, reads) {
 function showTimeline(read) {
   const layers = layersOf(read);
   find("timeline").hidden = false;
-  say(find("timeline-title"), `When each layer had come: ${read.said}`);
+  say(find("timeline-title"), `Arrival time of each layer: ${read.said}`);
   const list = find("layers");
   fit(list, layers.length, () => element("li", element("span"), element("span"), element("progress")));
   layers.forEach(({ name, ms, part }, at) => {
@@ -239,7 +239,7 @@ function showTimeline(read) {
 async function look() {
   try {
     const answer = await fetch("/metrics", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
-    if (!answer.ok) throw new Error(`it answers ${answer.status}`);
+    if (!answer.ok) throw new Error(`the server returned the status ${answer.status}`);
     const now = parse(await answer.text());
     const seen = figures(before, now);
     if (before) {
@@ -256,7 +256,7 @@ async function look() {
     }
     document.body.dataset.looks = String(Number(document.body.dataset.looks ?? 0) + 1);
   } catch (error) {
-    say(find("state"), `The server does not answer: ${error.message}`);
+    say(find("state"), `The server does not respond: ${error.message}`);
     find("state").classList.add("bad");
   }
 }

@@ -159,7 +159,7 @@ impl Log {
                         return Ok((self.take_place(segment, draft, sheet), staging));
                     }
                     // Whatever the segment is by then.
-                    let no_memory = |_| Reason::Busy("no memory for the write is free");
+                    let no_memory = |_| Reason::Busy("the executor has no free memory for the write");
                     (memory, fresh) = (Some(self.volume.stage(bytes).await.map_err(no_memory)?), false);
                     continue;
                 }

@@ -127,7 +127,10 @@ pub(crate) fn begin(
 fn try_begin(shared: &Arc<Shared>, mut request: PutRequest) -> Result<(u32, LayersPart, LayeredPut), Reason> {
     let gate = request.from.gate().cloned();
     let gate = gate.filter(|gate| gate.opened() == 0 && request.layout != Some(Layout::FullBlock));
-    let wrong = ShapeCause::Rule("a put by layers needs gated memory and a layout by layers");
+    let wrong = ShapeCause::Rule(
+        "a layered put needs memory with a StepGate that has opened no step, \
+        and a layout other than full-block",
+    );
     let gate = gate.ok_or(Reason::Shape(wrong))?;
     request.layout = Some(Layout::LayerBlock);
     let class = check(shared, &request, true)?;
@@ -140,7 +143,7 @@ fn try_begin(shared: &Arc<Shared>, mut request: PutRequest) -> Result<(u32, Laye
         < shared.segment_bytes / SEGMENT_PARTS
     {
         return Err(Reason::Shape(ShapeCause::Rule(
-            "the put is too small for a put by layers: put more blocks at once, or use an ordinary put",
+            "the put is too small for a layered put: put more blocks at once, or use an ordinary put",
         )));
     }
     let (reply, answer) = ticket();
@@ -183,7 +186,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
     let enough = under_way >= UNDER_WAY_MAX
         || (under_way as u64 + 1) * SEGMENTS_EACH > log.volume.shared.segments_of_a_shard();
     if enough || log.closing.get() {
-        return part.refuse(Reason::Busy("the limit of puts by layers is reached"));
+        return part.refuse(Reason::Busy("the limit of layered puts is reached"));
     }
     log.layered.borrow_mut().push(part.gate().clone());
     let left = part.gate().clone();
@@ -411,7 +414,7 @@ async fn seal(
     let turn = log.space.roll_turn().await;
     // Memory before places: what has one and waits for the other would hold back everything behind it.
     let staging = log.volume.stage(places.iter().map(|place| place.header_bytes).sum()).await;
-    let staging = staging.map_err(|_| Reason::Busy("no memory for the write is free"))?;
+    let staging = staging.map_err(|_| Reason::Busy("the executor has no free memory for the write"))?;
     let headers = place_headers(log, part, segment, places)?;
     drop(turn);
     let records = write_headers(log, segment, headers, staging).await?;
