@@ -221,6 +221,7 @@ impl Recording {
             // Without a prefix cache no block has a name.
             blocks: if self.limits.prefix_caching { one.hash_ids.clone() } else { Vec::new() },
             session: None,
+            kind: None,
         });
         let steps = self.asked.iter().map(|one| if self.limits.by_clock { u64::MAX } else { one.step });
         let work = Again { coming: steps.zip(arrivals).collect() };

@@ -3,11 +3,13 @@
 //!
 //! A trace whose size of blocks is known ([`Trace::in_blocks_of`]) must name every full block of each prompt, or none.
 //!
-//! What the published variants of the format carry besides (`chat_id`, `parent_chat_id`, `type`, `turn`) is passed over;
-//! any other field is a fault, as are times that are negative or go back: each names its line.
+//! Of what the published variants of the format have besides, `chat_id` and `parent_chat_id` say from which request one goes on, `type` its
+//! kind, and `turn` is passed over; any other field is a fault, as are times that are negative or go back: each names its line.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::io::{BufRead, Read};
+use std::sync::Arc;
 
 use serde::Deserialize;
 
@@ -15,6 +17,8 @@ use serde::Deserialize;
 pub const LINE_BYTES_MAX: u64 = 64 << 20;
 /// The most blocks of a request.
 pub const BLOCKS_MAX: usize = 1 << 20;
+/// Kinds of requests that are told apart.
+pub const KINDS_MAX: usize = 64;
 /// The most tokens of a request, prompt and answer together: as many as a plan has blocks at most.
 pub const TOKENS_MAX: u64 = 1 << 24;
 /// The last time, in milliseconds: three centuries.
@@ -36,6 +40,12 @@ pub struct Request {
     pub output_tokens: u64,
     /// Its blocks, in order.
     pub blocks: Vec<u64>,
+    /// Its conversation, and the one from which that goes on.
+    pub chat: Option<u64>,
+    /// See above.
+    pub parent: Option<u64>,
+    /// Its kind, among those of the trace ([`KINDS_MAX`]); others have none.
+    pub kind: Option<Arc<str>>,
 }
 
 #[derive(Deserialize, Debug)]
@@ -45,12 +55,12 @@ struct Line {
     input_length: u64,
     output_length: u64,
     hash_ids: Vec<u64>,
-    #[serde(default, rename = "chat_id")]
-    _chat: serde::de::IgnoredAny,
-    #[serde(default, rename = "parent_chat_id")]
-    _parent: serde::de::IgnoredAny,
+    #[serde(default)]
+    chat_id: Option<i64>,
+    #[serde(default)]
+    parent_chat_id: Option<i64>,
     #[serde(default, rename = "type")]
-    _type: serde::de::IgnoredAny,
+    kind: Option<String>,
     #[serde(default, rename = "turn")]
     _turn: serde::de::IgnoredAny,
 }
@@ -83,13 +93,22 @@ pub struct Trace<R> {
     line: u64,
     last_ms: f64,
     block_tokens: Option<u32>,
+    kinds: BTreeSet<Arc<str>>,
     ended: bool,
 }
 
 impl<R: BufRead> Trace<R> {
     /// A trace from its beginning.
     pub fn new(from: R) -> Self {
-        Self { from, bytes: Vec::new(), line: 0, last_ms: 0.0, block_tokens: None, ended: false }
+        Self {
+            from,
+            bytes: Vec::new(),
+            line: 0,
+            last_ms: 0.0,
+            block_tokens: None,
+            kinds: BTreeSet::new(),
+            ended: false,
+        }
     }
 
     /// The tokens of its blocks are known: a request whose ids are too few for its prompt, or too many for all of its tokens,
@@ -171,12 +190,24 @@ impl<R: BufRead> Trace<R> {
         }
         self.check_ids(parsed.hash_ids.len() as u64, parsed.input_length, parsed.output_length)?;
         self.last_ms = parsed.timestamp;
+        // None is written as -1.
+        let id = |id: Option<i64>| id.and_then(|id| u64::try_from(id).ok());
         Ok(Request {
             at_ms: parsed.timestamp,
             input_tokens: parsed.input_length,
             output_tokens: parsed.output_length,
             blocks: parsed.hash_ids,
+            chat: id(parsed.chat_id),
+            parent: id(parsed.parent_chat_id),
+            kind: parsed.kind.and_then(|kind| self.kind(&kind)),
         })
+    }
+
+    fn kind(&mut self, kind: &str) -> Option<Arc<str>> {
+        if !self.kinds.contains(kind) && self.kinds.len() < KINDS_MAX {
+            self.kinds.insert(kind.into());
+        }
+        self.kinds.get(kind).cloned()
     }
 }
 
@@ -205,7 +236,13 @@ mod tests {
     #[test]
     fn a_request_is_a_line_and_empty_lines_are_none() {
         let requests = read(&format!("{GOOD}\n\n{GOOD}\r\n"));
-        let expected = Request { at_ms: 5.0, input_tokens: 3, output_tokens: 2, blocks: vec![1, 2] };
+        let expected = Request {
+            at_ms: 5.0,
+            input_tokens: 3,
+            output_tokens: 2,
+            blocks: vec![1, 2],
+            ..Request::default()
+        };
         assert_eq!(requests, [Ok(expected.clone()), Ok(expected)]);
         let more = GOOD.replace('{', r#"{"chat_id": 7, "parent_chat_id": -1, "turn": 2, "type": "text", "#);
         assert!(read(&more).pop().unwrap().is_ok());

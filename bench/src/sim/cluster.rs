@@ -5,6 +5,7 @@ use std::io::{BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use kvarts_simulator::cluster::clients::ClientWork;
 use kvarts_simulator::cluster::work::{KINDS, SessionWork, Sessions, TraceWork};
 use kvarts_simulator::cluster::{Cluster, Counted, FILE_BYTES_MAX, RouterKind, Simulation, page};
 use kvarts_simulator::trace::Trace;
@@ -43,6 +44,10 @@ pub(crate) struct RunArgs {
     /// Factor for the requests per second of the trace
     #[arg(long, default_value_t = 1.0)]
     scale: f64,
+    /// Take the trace's order instead of its times: this number of clients sends requests, each one after the answer to its last request,
+    /// and none before the request of `parent_chat_id` is answered
+    #[arg(long, requires = "trace", conflicts_with = "scale", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    clients: Option<u32>,
     /// The same seed gives the same run
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -97,8 +102,17 @@ impl RunArgs {
                 let file = File::open(path).map_err(|error| fault(path, error))?;
                 let trace =
                     Trace::new(BufReader::with_capacity(1 << 20, file)).in_blocks_of(cluster.block_tokens);
-                let run = Simulation::new(cluster, TraceWork::new(trace, self.scale), self.seed);
-                let counted = run.and_then(|run| run.run(tell)).map_err(|error| fault(path, error))?;
+                let counted = match self.clients {
+                    Some(clients) => {
+                        let work = ClientWork::new(trace, clients).map_err(|error| fault(path, error))?;
+                        Simulation::new(cluster, work, self.seed).and_then(|run| run.run(tell))
+                    }
+                    None => {
+                        let work = TraceWork::new(trace, self.scale);
+                        Simulation::new(cluster, work, self.seed).and_then(|run| run.run(tell))
+                    }
+                };
+                let counted = counted.map_err(|error| fault(path, error))?;
                 if counted.requests + counted.refused == 0 {
                     return Err(fault(path, "the trace has no requests"));
                 }

@@ -1,5 +1,8 @@
 //! What a run is worth: times in histograms of bounded size, counts, and what follows from them.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
@@ -141,6 +144,8 @@ pub struct Counted {
     pub sessions: u64,
     /// Time to the first token.
     pub ttft: Histogram,
+    /// The same by kind, of requests that have one.
+    pub ttft_by_kind: BTreeMap<Arc<str>, Histogram>,
     /// Time for each token after it.
     pub tpot: Histogram,
     /// A whole request.
@@ -243,6 +248,10 @@ impl Counted {
         add("sessions", json!(self.sessions));
         add("end_ms", json!(round(self.end_ms)));
         add("ttft_ms", self.ttft.json());
+        if !self.ttft_by_kind.is_empty() {
+            let kinds = self.ttft_by_kind.iter().map(|(kind, times)| (kind.to_string(), times.json()));
+            add("ttft_ms_by_type", Value::Object(kinds.collect()));
+        }
         add("tpot_ms", self.tpot.json());
         add("step_ms", self.step.json());
         add("task_ms", self.task.json());

@@ -1,7 +1,7 @@
 //! A cluster under a workload: discrete events on one virtual clock.
 //!
 //! - [`Cluster`]: what there is, from a file;
-//! - [`work`]: a trace, or sessions made from a seed;
+//! - [`work`]: a trace, or sessions made from a seed; [`clients`]: a trace whose requests wait for answers;
 //! - [`Simulation`]: what happens;
 //! - [`Counted`]: what it is worth, as JSON; [`page`] for people.
 //!
@@ -15,6 +15,7 @@
 
 mod batch;
 mod choices;
+pub mod clients;
 mod directory;
 mod figures;
 mod hits;

@@ -10,6 +10,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::sync::Arc;
 
 use kvarts_layout::Group;
 use kvarts_layout::prefix::{Absence, Need};
@@ -371,6 +372,8 @@ impl<'a, W: Work> Simulation<'a, W> {
         self.counted.refused += 1;
         if let Some((session, _)) = arrival.session {
             self.began.remove(&session);
+            let next = self.work.refused(session, self.now);
+            self.turn(next);
         }
         None
     }
@@ -481,6 +484,9 @@ impl<'a, W: Work> Simulation<'a, W> {
             running.first_token_at = now;
             let ttft = now - running.arrival.at_ms;
             self.counted.ttft.add(ttft);
+            if let Some(kind) = &running.arrival.kind {
+                self.counted.ttft_by_kind.entry(Arc::clone(kind)).or_default().add(ttft);
+            }
             let blocks: Vec<u64> = running.arrival.blocks.iter().take(running.pinned).copied().collect();
             if let Some(slice) = self.counted.slice(now) {
                 slice.ended += 1;
@@ -574,8 +580,16 @@ impl<'a, W: Work> Simulation<'a, W> {
             let began = self.began.remove(&session).unwrap_or(now);
             self.counted.task.add(now - began);
             self.counted.sessions += 1;
-        } else if let Some(next) = self.work.ended(session, now) {
-            let at = next.at_ms;
+        } else {
+            let next = self.work.ended(session, now);
+            self.turn(next);
+        }
+    }
+
+    /// What a session asks next, if anything, and what others do that waited for the end of its request.
+    fn turn(&mut self, mut next: Option<Arrival>) {
+        while let Some(arrival) = next.take().or_else(|| self.work.another(self.now)) {
+            let at = arrival.at_ms;
             let place = match self.turns_free.pop() {
                 Some(place) => place,
                 None => {
@@ -583,7 +597,7 @@ impl<'a, W: Work> Simulation<'a, W> {
                     self.turns.len() as u32 - 1
                 }
             };
-            self.turns[place as usize] = Some(next);
+            self.turns[place as usize] = Some(arrival);
             self.at(at, What::Turn(place));
         }
     }

@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -20,6 +21,22 @@ pub struct Arrival {
     pub blocks: Vec<u64>,
     /// Which session it is of, if of any; and whether it is its last request.
     pub session: Option<(u32, bool)>,
+    /// Its kind, if the trace has kinds.
+    pub kind: Option<Arc<str>>,
+}
+
+impl Arrival {
+    /// A request of a trace, at its time. Each has a token of prompt and answer at least.
+    pub fn of(request: Request) -> Self {
+        Self {
+            at_ms: request.at_ms,
+            input_tokens: request.input_tokens.max(1),
+            output_tokens: request.output_tokens.max(1),
+            blocks: request.blocks,
+            session: None,
+            kind: request.kind,
+        }
+    }
 }
 
 /// Who asks.
@@ -29,6 +46,16 @@ pub trait Work {
 
     /// A session's request has ended; what it asks next.
     fn ended(&mut self, session: u32, now_ms: f64) -> Option<Arrival>;
+
+    /// Another request that this end made possible, of a session that waited for it.
+    fn another(&mut self, _now_ms: f64) -> Option<Arrival> {
+        None
+    }
+
+    /// A session's request was refused; what it asks next. With none it ends.
+    fn refused(&mut self, _session: u32, _now_ms: f64) -> Option<Arrival> {
+        None
+    }
 
     /// The next request that comes before a step of an engine, by the step's number and whenever that is.
     fn before_step(&mut self, _: u64, _now_ms: f64) -> Option<Arrival> {
@@ -53,13 +80,8 @@ impl<I> TraceWork<I> {
 impl<I: Iterator<Item = Result<Request, TraceError>>> Work for TraceWork<I> {
     fn next(&mut self) -> Result<Option<Arrival>, TraceError> {
         let Some(request) = self.requests.next().transpose()? else { return Ok(None) };
-        Ok(Some(Arrival {
-            at_ms: request.at_ms / self.scale,
-            input_tokens: request.input_tokens.max(1),
-            output_tokens: request.output_tokens.max(1),
-            blocks: request.blocks,
-            session: None,
-        }))
+        let arrival = Arrival::of(request);
+        Ok(Some(Arrival { at_ms: arrival.at_ms / self.scale, ..arrival }))
     }
 
     fn ended(&mut self, _: u32, _: f64) -> Option<Arrival> {
@@ -293,6 +315,7 @@ impl SessionWork {
             output_tokens: output,
             blocks,
             session: Some((number, last)),
+            kind: None,
         })
     }
 }
