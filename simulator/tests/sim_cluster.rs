@@ -13,12 +13,53 @@ fn cluster(change: impl FnOnce(&mut Cluster)) -> Cluster {
 }
 
 fn request(at_ms: f64, blocks: &[u64], output_tokens: u64) -> Result<Request, TraceError> {
-    Ok(Request { at_ms, input_tokens: blocks.len() as u64 * 512, output_tokens, blocks: blocks.to_vec() })
+    Ok(Request {
+        at_ms,
+        input_tokens: blocks.len() as u64 * 512,
+        output_tokens,
+        blocks: blocks.to_vec(),
+        ..Request::default()
+    })
 }
 
 fn run(cluster: &Cluster, requests: Vec<Result<Request, TraceError>>) -> Counted {
     let work = TraceWork::new(requests.into_iter(), 1.0);
     Simulation::new(cluster, work, 1).unwrap().run(|_, _| ()).unwrap()
+}
+
+#[test]
+fn clients_wait_for_their_answers_and_times_are_told_by_type() {
+    let cluster = cluster(|cluster| cluster.nodes.mixed = 2);
+    let kinds: [std::sync::Arc<str>; 2] = ["new".into(), "turn".into()];
+    let requests: Vec<Request> = (0..12u64)
+        .map(|n| {
+            // Six conversations of two turns; the second turn has the blocks of the first, and as many again.
+            let (chat, turn) = (n % 6, n / 6);
+            Request {
+                chat: Some(n),
+                parent: turn.checked_sub(1).map(|_| chat),
+                kind: Some(kinds[turn as usize].clone()),
+                ..request(0.0, &(chat * 32..chat * 32 + 16 * (turn + 1)).collect::<Vec<_>>(), 2).unwrap()
+            }
+        })
+        .collect();
+    let run = |clients| {
+        let work = clients::ClientWork::new(requests.iter().cloned().map(Ok), clients).unwrap();
+        Simulation::new(&cluster, work, 1).unwrap().run(|_, _| ()).unwrap()
+    };
+    let [one, three] = [run(1), run(3)];
+    for (counted, clients) in [(&one, 1), (&three, 3)] {
+        assert_eq!((counted.requests, counted.refused, counted.open_max), (12, 0, clients));
+        let json = counted.json(&cluster);
+        let by_type = json["ttft_ms_by_type"].as_object().unwrap();
+        assert_eq!(by_type.keys().collect::<Vec<_>>(), ["new", "turn"], "{json:?}");
+    }
+    // With one client nothing waits: each request takes its own time.
+    let [new, turn] = kinds.each_ref().map(|kind| &one.ttft_by_kind[kind]);
+    assert!((new.count(), turn.count()) == (6, 6) && new.percentile(0.0) > new.percentile(1.0) * 0.98);
+    assert!(three.end_ms < one.end_ms * 0.7, "{} and {}", three.end_ms, one.end_ms);
+    let more = std::iter::repeat_with(|| request(0.0, &[1], 1)).take(clients::REQUESTS_MAX + 1);
+    assert!(clients::ClientWork::new(more, 1).unwrap_err().to_string().contains("more than 1000000"));
 }
 
 fn sessions(cluster: &Cluster, sessions: Sessions) -> Counted {

@@ -32,6 +32,7 @@ fn request(at_ms: f64, blocks: std::ops::Range<u64>) -> Request {
         input_tokens: (blocks.end - blocks.start) * 512,
         output_tokens: 1,
         blocks: blocks.collect(),
+        ..Request::default()
     }
 }
 
@@ -185,7 +186,13 @@ fn every_request_that_arrives_ends_or_is_refused() {
                 let named = input_tokens < 20_000 && draw(2) == 0;
                 let first = draw(5) * 100;
                 let blocks = if named { (first..first + input_tokens / 512).collect() } else { Vec::new() };
-                Ok(Request { at_ms: n as f64 * 20.0, input_tokens, output_tokens, blocks })
+                Ok(Request {
+                    at_ms: n as f64 * 20.0,
+                    input_tokens,
+                    output_tokens,
+                    blocks,
+                    ..Request::default()
+                })
             })
             .collect();
         let counted = expect_all_counted(&cluster, TraceWork::new(requests.into_iter(), 1.0), 1);

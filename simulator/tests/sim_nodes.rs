@@ -19,7 +19,13 @@ fn cluster(change: impl FnOnce(&mut Cluster)) -> Cluster {
 }
 
 fn request(at_ms: f64, blocks: &[u64], output_tokens: u64) -> Result<Request, TraceError> {
-    Ok(Request { at_ms, input_tokens: blocks.len() as u64 * 512, output_tokens, blocks: blocks.to_vec() })
+    Ok(Request {
+        at_ms,
+        input_tokens: blocks.len() as u64 * 512,
+        output_tokens,
+        blocks: blocks.to_vec(),
+        ..Request::default()
+    })
 }
 
 type Requests<'a> = Cloned<Iter<'a, Result<Request, TraceError>>>;

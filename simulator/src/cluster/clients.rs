@@ -47,7 +47,7 @@ impl ClientWork {
                 let what = format!("the trace has more than {REQUESTS_MAX} requests, the limit with clients");
                 return Err(TraceError { line: 0, what });
             }
-            let after = request.parent.and_then(|parent| chats.get(parent).copied());
+            let after = request.parent.and_then(|parent| chats.get(&parent).copied());
             if let Some(chat) = request.chat {
                 chats.insert(chat, all.len());
             }
