@@ -271,7 +271,7 @@ settings! {
     cold_uses, "cold", "uses", "KVARTS_COLD_USES", "cold-uses", "NUMBER", "1";
     /// Minimum age of an uploaded block, in seconds; blocks that expire within the same time are not uploaded
     cold_age, "cold", "age", "KVARTS_COLD_AGE", "cold-age", "SECONDS", "600";
-    /// Maximum number of bytes a token of an uploaded block; larger blocks are faster to compute than to restore
+    /// Maximum number of bytes for each token of an uploaded block; larger blocks are faster to compute than to restore
     cold_token_bytes, "cold", "token_bytes", "KVARTS_COLD_TOKEN_BYTES", "cold-token-bytes", "SIZE", "no limit";
     /// Limit of the bytes that are uploaded to the bucket in a second
     cold_rate, "cold", "rate", "KVARTS_COLD_RATE", "cold-rate", "SIZE", "64 MiB";
