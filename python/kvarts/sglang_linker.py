@@ -210,7 +210,7 @@ class KvartsLinker(UnifiedCacheLinker):
             self._renewed(found)
 
     def _renewed(self, found):
-        """Replaces the `Staging` of a request by the new `Staging` that renews it. If the server did not answer the call of the new one, the earlier `Staging` stays valid."""
+        """Replaces a request's `Staging` by a newer `Staging`. If the server did not answer the newer one, the earlier `Staging` stays valid."""
         renewal, found.renewal = found.renewal, None
         if renewal.stored is None:
             found.staging.answered = None

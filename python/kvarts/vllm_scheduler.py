@@ -157,7 +157,7 @@ class Finder:
         return handed.blocks
 
     def _renewed(self, name, staging):
-        """Replaces the `Staging` of a request by the new `Staging` that renews it. If the server did not answer the call of the new one, the earlier `Staging` stays valid."""
+        """Replaces a request's `Staging` by a newer `Staging`. If the server did not answer the newer one, the earlier `Staging` stays valid."""
         renewal = self._renewals.get(name)
         if renewal is None or not renewal.is_over:
             return staging
