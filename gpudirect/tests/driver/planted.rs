@@ -45,7 +45,7 @@ const BUGS: [(&str, &str, &str); 14] = [
     (
         "left-before-gathered",
         "lander::what_leaves_is_copied_when_it_was_gathered",
-        "a segment of the ring is copied to the host before the bytes of the pages have been gathered into it",
+        "a segment of the ring is copied to the host before the bytes of the pages are in it",
     ),
     (
         "stored-before-computed",

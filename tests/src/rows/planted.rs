@@ -389,7 +389,7 @@ pub const BUGS: &[Bug] = &[
     bug("copy-without-the-end", "R33", "a copy outlives its source").at(11),
     bug("shorter-times-stay", "R33", "a shorter time to live is ignored on another node").at(1),
     bug("deletes-not-noted", "R41", "a manifest does not store deletes"),
-    bug("deletes-not-compared", "R41", "a manifest lists a pack with blocks that the manifest lists as deleted"),
+    bug("deletes-not-compared", "R41", "a manifest lists a pack whose blocks it lists as deleted"),
     bug(
         "folded-deletes-forgotten",
         "R41",
