@@ -75,7 +75,8 @@ labels! {
         "another directory replaced this directory: the content of this directory is not used";
     /// A shard's folder is gone.
     SHARD_MISSING = "shard-missing", Problem,
-        "the folder of a shard is missing: the folder had been flushed before the superblock was written";
+        "the folder of a shard is missing; a crash cannot be the cause, because the folder was flushed before the superblock \
+        was written";
     /// A shard that the superblock does not have.
     SHARD_UNEXPECTED = "shard-unexpected", Problem,
         "the directory contains a folder of a shard that belongs to another directory: a copy, or a folder of another \

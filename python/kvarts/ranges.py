@@ -33,7 +33,7 @@ def expect_count(given, heads, ranks):
     possible = counts_of(heads, ranks)
     if given not in possible:
         instead = f"set one of {', '.join(map(str, possible))}" if possible else "remove the setting"
-        raise ValueError(f"head_ranges: {given!r} ranges of {heads} heads cannot be divided among {ranks} ranks; {instead}")
+        raise ValueError(f"head_ranges: {given!r} is not a possible number of ranges for {heads} heads and {ranks} tensor-parallel ranks; {instead}")
 
 
 def expect_number(given):

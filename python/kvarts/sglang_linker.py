@@ -210,7 +210,7 @@ class KvartsLinker(UnifiedCacheLinker):
             self._renewed(found)
 
     def _renewed(self, found):
-        """Replaces a staging by its renewal. If the server did not answer the renewal, the earlier staging stays valid."""
+        """Replaces a request's `Staging` by a newer `Staging`. If the server did not answer the newer one, the earlier `Staging` stays valid."""
         renewal, found.renewal = found.renewal, None
         if renewal.stored is None:
             found.staging.answered = None

@@ -157,7 +157,7 @@ class Finder:
         return handed.blocks
 
     def _renewed(self, name, staging):
-        """Replaces a staging by its renewal. If the server did not answer the renewal, the earlier staging stays valid."""
+        """Replaces a request's `Staging` by a newer `Staging`. If the server did not answer the newer one, the earlier `Staging` stays valid."""
         renewal = self._renewals.get(name)
         if renewal is None or not renewal.is_over:
             return staging

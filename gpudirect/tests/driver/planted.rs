@@ -35,17 +35,17 @@ const BUGS: [(&str, &str, &str); 14] = [
     (
         "spread-before-copied",
         "lander::kernels_wait_for_copies_copies_for_their_segment_and_the_engine_for_its_layer",
-        "a segment of the ring is spread before its copies are done",
+        "the bytes of a ring segment are distributed to pages before the copies into the segment are done",
     ),
     (
         "segment-not-awaited",
         "lander::kernels_wait_for_copies_copies_for_their_segment_and_the_engine_for_its_layer",
-        "a segment of the ring is filled before it has been spread",
+        "a segment of the ring is filled again before its bytes have been distributed to pages",
     ),
     (
         "left-before-gathered",
         "lander::what_leaves_is_copied_when_it_was_gathered",
-        "a segment of the ring is copied to the host before it has been gathered",
+        "a segment of the ring is copied to the host before the bytes of the pages are in it",
     ),
     (
         "stored-before-computed",

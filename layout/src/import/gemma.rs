@@ -72,10 +72,13 @@ pub(super) fn gemma4(config: &Config<'_>, options: &ImportOptions) -> Result<Bui
     if let Some(kind) = readers.iter().find(|kind| !order.contains(kind)) {
         let reason = match *kind {
             "full" => {
-                "a full-attention layer reads the cache of an earlier layer, but no earlier layer has \
-                one"
+                "a full-attention layer reads the cache of an earlier full-attention layer, but no earlier \
+                full-attention layer has its own cache"
             }
-            _ => "a sliding-window layer reads the cache of an earlier layer, but no earlier layer has one",
+            _ => {
+                "a sliding-window layer reads the cache of an earlier sliding-window layer, but no earlier \
+                sliding-window layer has its own cache"
+            }
         };
         return Err(config.feature("num_kv_shared_layers", reason));
     }

@@ -267,7 +267,7 @@ pub const BUGS: &[Bug] = &[
         "a read ends without the blocks of the other drives if one drive does not answer",
     ),
     bug("one-lane", "R43", "requests to a silent drive use up the queue of the other drives"),
-    bug("behind-not-told", "R44", "a drive that returns does not receive the deletes since").at(1),
+    bug("behind-not-told", "R44", "a drive that returns does not receive the deletes that it missed").at(1),
     bug(
         "deletes-beside-a-return",
         "R44",
@@ -389,14 +389,18 @@ pub const BUGS: &[Bug] = &[
     bug("copy-without-the-end", "R33", "a copy outlives its source").at(11),
     bug("shorter-times-stay", "R33", "a shorter time to live is ignored on another node").at(1),
     bug("deletes-not-noted", "R41", "a manifest does not store deletes"),
-    bug("deletes-not-compared", "R41", "a pack is named regardless of the deletes in its manifest"),
-    bug("folded-deletes-forgotten", "R41", "blocks that were listed before a forgotten delete are named")
-        .at(144),
+    bug("deletes-not-compared", "R41", "a manifest lists a pack whose blocks it lists as deleted"),
+    bug(
+        "folded-deletes-forgotten",
+        "R41",
+        "a manifest accepts packs whose blocks were listed before a delete that it has dropped",
+    )
+    .at(144),
     bug("late-deletes-are-new", "R41", "a delete that arrives late gets the present time").at(1),
-    bug("what-outlives-stays", "R41", "copies that outlive a shorter time to live stay named").at(1),
+    bug("what-outlives-stays", "R41", "a manifest lists copies that outlive a shorter time to live").at(1),
     bug("conditions-not-tried", "R41", "a bucket that ignores conditions of puts is written to").at(8),
     bug("pool-forgets-deletes", "R42", "blocks of a pool are used after later deletes").at(37),
-    bug("shared-extents-not-held", "R42", "a stage does not hold blocks that another stage read").at(1),
+    bug("shared-extents-not-held", "R42", "a stage does not hold blocks that another stage has read").at(1),
     bug("silence-not-kept", "R42", "a stage waits for ever for a read that hangs").at(10),
     bug(
         "draft-keeps-what-was-there",
@@ -422,11 +426,11 @@ pub const BUGS: &[Bug] = &[
         "a node keeps the memory of pieces that a stopped node does not receive",
     ),
     bug("silent-holder-awaited", "R46", "a look-up waits seconds for a holder that does not answer").at(1),
-    bug("nothing-set-aside", "R46", "tenants have no memory and no turns of their own"),
+    bug("nothing-set-aside", "R46", "no memory and no turns are reserved for a tenant"),
     bug(
         "shares-without-places",
         "R46",
-        "pieces of other tenants leave gaps in what is set aside for a tenant",
+        "pieces of other tenants leave gaps in the memory that is reserved for a tenant",
     )
     .at(3),
     // The last ones take long to be found: the merge tier does without them.

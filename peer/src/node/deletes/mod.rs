@@ -346,7 +346,10 @@ impl ClusterNode {
             let state = link.state();
             let trouble = match state.is_connected {
                 true => {
-                    format!("the node has not confirmed within {:.1} s", TELL_TIMEOUT.min(left).as_secs_f64())
+                    format!(
+                        "the node has not confirmed the delete within {:.1} s",
+                        TELL_TIMEOUT.min(left).as_secs_f64()
+                    )
                 }
                 false if state.trouble.is_empty() => "the node is not connected".to_owned(),
                 false => state.trouble,
