@@ -92,7 +92,7 @@ fn expect_serves(scratch: &Scratch, best: &Value, serve: &str) {
     for (name, value) in [
         ("router ", &cluster["router"]),
         ("prefetch ", &cluster["engine"]["prefetch"]),
-        ("", &Value::from(format!("{} tokens of a step", cluster["engine"]["chunk_tokens"]))),
+        ("", &Value::from(format!("{} tokens in a step", cluster["engine"]["chunk_tokens"]))),
         ("", &Value::from(format!("{} sequences at once", cluster["engine"]["batch_max"]))),
     ] {
         let text = format!("{name}{}", value.as_str().unwrap());

@@ -218,10 +218,7 @@ impl ClusterNode {
         let me = store.stats().store;
         let members = options.members.clone();
         if members.get(me).is_none() {
-            return Err(format!(
-                "this node, {me}, is not in the list of members: add the node, with its \
-                address"
-            ));
+            return Err(format!("this node, {me}, is not in the list of members: add it and its address"));
         }
         let directory = Mutex::new(Directory::new(me, &members, options.entries_max));
         let chains = Mutex::new(ownership(&store, &options, &members));
