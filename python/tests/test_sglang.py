@@ -165,6 +165,16 @@ class Sglang(unittest.TestCase):
             self.storage(settings={"model_path": "tuned/model"}, revision=None)
         self.assertEqual(self.storage(settings={"revision": "1"}, revision=None)[0].batch_exists(keys(1)), 1)
 
+    def test_engines_that_prefill_and_decode_share_pages(self):
+        decode, pool = self.storage(prefetch_threshold=16, prefetch_timeout_base=1, hicache_storage_pass_prefix_keys=True)
+        pool.kv_buffer.copy_(torch.randn_like(pool.kv_buffer))
+        self.assertEqual(decode.batch_set_v1(keys(2), indices(0, 1), types.SimpleNamespace(prefix_keys=None)), [True] * 2)
+        # An engine that decodes leaves SGLang's own settings in those of the storage; one that prefills takes them out.
+        prefill, other = self.storage()
+        self.assertEqual(prefill.batch_exists(keys(3)), 2)
+        self.assertEqual(prefill.batch_get_v1(keys(2), indices(4, 5)), [True] * 2)
+        self.assertTrue(torch.equal(pool.kv_buffer[:, : 2 * PAGE], other.kv_buffer[:, 4 * PAGE : 6 * PAGE]))
+
     def test_a_version_of_sglang_that_lacks_something_works_or_is_refused_with_what_it_lacks(self):
         # 0.5.21 and 0.5.22: no writer is named, and there are no shards of pages.
         older = types.SimpleNamespace(tp_rank=1, tp_size=2, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, extra_config={})
