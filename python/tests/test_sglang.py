@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import types
 import unittest
@@ -401,6 +402,37 @@ class Sglang(unittest.TestCase):
         while storage.batch_get_v1(keys(2), indices(2, 3)) != [True] * 2:
             self.assertLess(time.monotonic(), deadline)
             time.sleep(0.05)
+
+    def test_a_store_does_not_wait_for_a_server_that_stands_still(self):
+        storage, pool = self.storage(timeout=1.0)
+        pool.kv_buffer.copy_(torch.randn_like(pool.kv_buffer))
+        deadline = time.monotonic() + SOON
+        while storage.batch_set_v1(keys(2), indices(0, 1)) != [True] * 2:
+            self.assertLess(time.monotonic(), deadline)
+        self.server.signal(signal.SIGSTOP)
+        late = threading.Timer(SOON, self.server.signal, (signal.SIGCONT,))
+        late.start()
+        try:
+            # The server's threads stop a moment later.
+            time.sleep(0.2)
+            began = time.monotonic()
+            self.assertEqual(storage.batch_set_v1(keys(2, 9), indices(2, 3)), [False] * 2)
+            # Also behind the pause, while the server may still read the memory.
+            time.sleep(0.2)
+            self.assertEqual(storage.batch_set_v1(keys(2, 20), indices(4, 5)), [False] * 2)
+            self.assertLess(time.monotonic() - began, SOON / 2)
+        finally:
+            late.cancel()
+            self.server.signal(signal.SIGCONT)
+        while storage.batch_set_v1(keys(2, 30), indices(6, 7)) != [True] * 2:
+            self.assertLess(time.monotonic(), deadline + SOON)
+            time.sleep(0.05)
+        # What the server read late is what was in the memory then.
+        other, places = self.storage()
+        for first, page in ((9, 2), (20, 4), (30, 6)):
+            for n, good in enumerate(other.batch_get_v1(keys(2, first), indices(0, 1))):
+                if good:
+                    self.assertTrue(torch.equal(places.get_data_page(n * PAGE), pool.get_data_page((page + n) * PAGE)))
 
     def test_it_starts_without_a_server(self):
         self.server.kill()

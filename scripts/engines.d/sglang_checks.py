@@ -358,6 +358,8 @@ class Decode(Sglang):
             self.settled("decode")
             lost = [one for one in self.told("decode")[since:] if one["do"] == "batch_set_v1"]
             expect(len(lost) == 3 and not any(one["good"] for one in lost), f"stores while the server was stopped: {lost}")
+            longest = max(one["seconds"] for one in lost)
+            expect(longest < 2 * DEADLINE, f"a store while the server was stopped took {longest:.1f} s")
             turn = [*prompt, *answer, *self.NEXT]
             began = time.monotonic()
             without, stored = self.prefilled(turn)
@@ -383,7 +385,7 @@ class Decode(Sglang):
         expect(back == full + 3 * self.STRIDE, f"{back} tokens from disk after the server was killed")
         expect(not (bad := self.failures()), f"exceptions in the logs: {bad[:5]}")
         return (
-            f"stopped: an answer of {self.LONG} tokens in {seconds:.1f} s, {len(lost)} parts not stored, the next turn in {turned:.1f} s and the same token; "
+            f"stopped: an answer of {self.LONG} tokens in {seconds:.1f} s, {len(lost)} parts not stored (at most {longest:.1f} s for one), the next turn in {turned:.1f} s and the same token; "
             f"killed and back: {back} tokens from disk"
         )
 

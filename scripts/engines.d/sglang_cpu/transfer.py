@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import sys
+import time
 import types
 
 PLACE = os.environ.get("KVARTS_TRANSFER", "")
@@ -110,9 +111,10 @@ def install():
 
 def _storage(name, method):
     def called(self, keys, *others, **named):
+        began = time.monotonic()
         found = method(self, keys, *others, **named)
         good = found if isinstance(found, int) else found.kv_hit_pages if hasattr(found, "kv_hit_pages") else sum(found)
-        _tell(do=name, keys=list(keys), good=good)
+        _tell(do=name, keys=list(keys), good=good, seconds=time.monotonic() - began)
         return found
 
     return called
