@@ -288,12 +288,11 @@ class Sglang(unittest.TestCase):
 
     def test_pages_are_put_behind_those_that_sglang_names(self):
         storage, pool = self.storage()
-        pages, put = storage._pools[PoolName.KV], []
         storage.batch_exists(keys(1))
-        honest = pages.pages
-        told = mock.Mock(wraps=honest)
-        told.put = lambda names, *places, parent, **more: put.append((names, parent)) or honest.put(names, *places, parent=parent, **more)
-        pages.pages, pages.staging["put"].pages = told, 2
+        staging, put = storage._pools[PoolName.KV].staging["put"], []
+        honest = staging.handle
+        staging.handle, staging.pages = mock.Mock(wraps=honest), 2
+        staging.handle.submit_put = lambda names, *places, parent, **more: put.append((names, parent)) or honest.submit_put(names, *places, parent=parent, **more)
         name = lambda n: bytes.fromhex(keys(1, n)[0])  # noqa: E731
         for first, prefix, parents in ((0, [], [b"", name(1)]), (3, keys(3), [name(2), name(4)]), (6, None, [None, None])):
             told_of = types.SimpleNamespace(prefix_keys=prefix)
