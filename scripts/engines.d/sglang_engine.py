@@ -2,7 +2,7 @@
 scripts/engines.
 
 {"do": "generate", "prompts": [...]}; {"do": "right", "prompts": [...]} answers with what each says alone; {"do": "course", "prompts": [...], "seed": N,
-"count": N} asks for so many of them at once and gives some up; {"do": "hand", "prompt": [...], "room": N, "rid": "...", "tokens": N, "salt": "..."} is a
+"count": N} asks for N of them at once and gives some up; {"do": "hand", "prompt": [...], "room": N, "rid": "...", "tokens": N, "salt": "..."} is a
 prefill engine's or a decode engine's part of a request; {"do": "blocks", "prompts": [...]} answers with a digest, and a few numbers, of every page
 that is stored; {"do": "reset"}; {"do": "end"}."""
 
