@@ -43,16 +43,17 @@ _LATE = 0.6
 
 
 class _Staging:
-    """Memory between a pool and the server, for one direction and one call at a time."""
+    """Memory between a pool and the server, for one direction and one call at a time. `handle`: a handle that no other code drains."""
 
-    def __init__(self, client, page_bytes, dtype):
+    def __init__(self, client, handle, page_bytes, dtype):
         self.lock = threading.Lock()
+        self.handle = handle
         self.pages = max(1, _SHARED // page_bytes)
         self.memory = client.memory(self.pages * page_bytes)
         whole = torch.frombuffer(memoryview(self.memory.view)[: self.pages * page_bytes], dtype=torch.uint8)
         self.views = [whole[n * page_bytes : (n + 1) * page_bytes].view(dtype) for n in range(self.pages)]
         self.addresses = [self.memory.address + n * page_bytes for n in range(self.pages)]
-        #: The batch that still occupies this memory, because a stalled server may still write to it.
+        #: The batch that still occupies this memory, because a stalled server may still write to it or read from it.
         self.held_by = None
 
 
@@ -88,11 +89,11 @@ class _Pool:
 
     def open(self, client, hold, **named):
         extras = {**named.pop("extras"), **brief(self.extras)}
-        pages = client.pages(**named, **self.named, extras=extras)
+        handles = {kind: client.pages(**named, **self.named, extras=extras) for kind in ("get", "put")}
         if hold:
             self.holds = Holds(client.pages(**named, **self.named, extras=extras), hold)
-        self.staging = {kind: _Staging(client, self.page_bytes, self.dtype) for kind in ("get", "put")}
-        self.pages = pages
+        self.staging = {kind: _Staging(client, handle, self.page_bytes, self.dtype) for kind, handle in handles.items()}
+        self.pages = handles["get"]
 
 
 class Kvarts(HiCacheStorage):
@@ -317,14 +318,16 @@ class Kvarts(HiCacheStorage):
         with staging.lock:
             for begin in range(0, len(keys), staging.pages):
                 part = range(begin, min(begin + staging.pages, len(keys)))
-                if kind == "put":
-                    for n in part:
-                        staging.views[n - begin].copy_(pool.host.get_data_page(first[n], flat=True))
                 if kind == "get":
-                    done = self._read(pool, staging, [names[n] for n in part])
+                    done = self._read(staging, [names[n] for n in part])
                 else:
                     parent = names[begin - 1] if begin and prefix is not None else prefix
-                    done = self._written(pool, staging, [names[n] for n in part], parent)
+
+                    def fill(begin=begin, part=part):
+                        for n in part:
+                            staging.views[n - begin].copy_(pool.host.get_data_page(first[n], flat=True))
+
+                    done = self._written(staging, [names[n] for n in part], fill, parent)
                 if done is None:
                     break
                 for n, good in zip(part, done.results):
@@ -335,34 +338,42 @@ class Kvarts(HiCacheStorage):
             pool.holds.let_go(names)
         return results
 
-    def _written(self, pool, staging, names, parent):
-        return self._call(pool, "put", names, staging.addresses[: len(names)], parent=parent)
+    def _read(self, staging, names):
+        return self._batch("get", staging, names)
 
-    def _read(self, pool, staging, names):
-        """As `_call` for a get, but it does not wait for a stalled server that may still write to the staging memory. The memory stays unused until
-        that batch has ended."""
+    def _written(self, staging, names, fill, parent):
+        return self._batch("put", staging, names, fill, parent=parent)
+
+    def _batch(self, kind, staging, names, fill=None, **more):
+        """As `_call`, but it does not wait for a stalled server that may still write to the staging memory or read from it. The memory stays unused until
+        that batch has ended. `fill`: fills the memory."""
+        failed = self._link.put_failed if kind == "put" else self._link.failed
         try:
             deadline = time.monotonic() + self._timeout + _LATE
-            if staging.held_by is not None and self._answer(pool, staging, 0.0) is None:
+            if staging.held_by is not None and self._answer(kind, staging, 0.0) is None:
                 return None
-            staging.held_by = pool.pages.submit_get(names, staging.addresses[: len(names)], timeout=self._timeout)
-            done = self._answer(pool, staging, deadline - time.monotonic())
+            if fill is not None:
+                fill()
+            submit = getattr(staging.handle, "submit_" + kind)
+            staging.held_by = submit(names, staging.addresses[: len(names)], timeout=self._timeout, **more)
+            done = self._answer(kind, staging, deadline - time.monotonic())
             if done is None:
-                self._link.failed(kvarts.Deadline(f"the server did not answer a get of {len(names)} pages within {self._timeout:g} seconds"))
+                failed(kvarts.Deadline(f"the server did not answer a {kind} of {len(names)} pages within {self._timeout:g} seconds"))
             return done
         except kvarts.Error as error:
-            self._link.failed(error)
+            failed(error)
+            logger.debug("kvarts: the %s of %d pages failed: %s", kind, len(names), error)
         except Exception:
-            logger.exception("kvarts: the get of %d pages failed because of a defect in Kvarts; report it", len(names))
+            logger.exception("kvarts: the %s of %d pages failed because of a defect in Kvarts; report it", kind, len(names))
         return None
 
-    def _answer(self, pool, staging, seconds):
+    def _answer(self, kind, staging, seconds):
         """The result of the batch that occupies this memory, or `None` if it has not ended within `seconds`."""
         # ends: `seconds`, what is left of the caller's time
-        for done in pool.pages.wait(seconds):
+        for done in staging.handle.wait(seconds):
             if done.id == staging.held_by:
                 staging.held_by = None
-                self._learn(done)
+                self._learn(done, kind == "put")
                 return done
         return None
 

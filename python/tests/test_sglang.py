@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import types
 import unittest
@@ -165,6 +166,16 @@ class Sglang(unittest.TestCase):
             self.storage(settings={"model_path": "tuned/model"}, revision=None)
         self.assertEqual(self.storage(settings={"revision": "1"}, revision=None)[0].batch_exists(keys(1)), 1)
 
+    def test_engines_that_prefill_and_decode_share_pages(self):
+        decode, pool = self.storage(prefetch_threshold=16, prefetch_timeout_base=1, hicache_storage_pass_prefix_keys=True)
+        pool.kv_buffer.copy_(torch.randn_like(pool.kv_buffer))
+        self.assertEqual(decode.batch_set_v1(keys(2), indices(0, 1), types.SimpleNamespace(prefix_keys=None)), [True] * 2)
+        # An engine that decodes leaves SGLang's own settings in those of the storage; one that prefills takes them out.
+        prefill, other = self.storage()
+        self.assertEqual(prefill.batch_exists(keys(3)), 2)
+        self.assertEqual(prefill.batch_get_v1(keys(2), indices(4, 5)), [True] * 2)
+        self.assertTrue(torch.equal(pool.kv_buffer[:, : 2 * PAGE], other.kv_buffer[:, 4 * PAGE : 6 * PAGE]))
+
     def test_a_version_of_sglang_that_lacks_something_works_or_is_refused_with_what_it_lacks(self):
         # 0.5.21 and 0.5.22: no writer is named, and there are no shards of pages.
         older = types.SimpleNamespace(tp_rank=1, tp_size=2, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, extra_config={})
@@ -277,12 +288,11 @@ class Sglang(unittest.TestCase):
 
     def test_pages_are_put_behind_those_that_sglang_names(self):
         storage, pool = self.storage()
-        pages, put = storage._pools[PoolName.KV], []
         storage.batch_exists(keys(1))
-        honest = pages.pages
-        told = mock.Mock(wraps=honest)
-        told.put = lambda names, *places, parent, **more: put.append((names, parent)) or honest.put(names, *places, parent=parent, **more)
-        pages.pages, pages.staging["put"].pages = told, 2
+        staging, put = storage._pools[PoolName.KV].staging["put"], []
+        honest = staging.handle
+        staging.handle, staging.pages = mock.Mock(wraps=honest), 2
+        staging.handle.submit_put = lambda names, *places, parent, **more: put.append((names, parent)) or honest.submit_put(names, *places, parent=parent, **more)
         name = lambda n: bytes.fromhex(keys(1, n)[0])  # noqa: E731
         for first, prefix, parents in ((0, [], [b"", name(1)]), (3, keys(3), [name(2), name(4)]), (6, None, [None, None])):
             told_of = types.SimpleNamespace(prefix_keys=prefix)
@@ -391,6 +401,37 @@ class Sglang(unittest.TestCase):
         while storage.batch_get_v1(keys(2), indices(2, 3)) != [True] * 2:
             self.assertLess(time.monotonic(), deadline)
             time.sleep(0.05)
+
+    def test_a_store_does_not_wait_for_a_server_that_stands_still(self):
+        storage, pool = self.storage(timeout=1.0)
+        pool.kv_buffer.copy_(torch.randn_like(pool.kv_buffer))
+        deadline = time.monotonic() + SOON
+        while storage.batch_set_v1(keys(2), indices(0, 1)) != [True] * 2:
+            self.assertLess(time.monotonic(), deadline)
+        self.server.signal(signal.SIGSTOP)
+        late = threading.Timer(SOON, self.server.signal, (signal.SIGCONT,))
+        late.start()
+        try:
+            # The server's threads stop a moment later.
+            time.sleep(0.2)
+            began = time.monotonic()
+            self.assertEqual(storage.batch_set_v1(keys(2, 9), indices(2, 3)), [False] * 2)
+            # Also behind the pause, while the server may still read the memory.
+            time.sleep(0.2)
+            self.assertEqual(storage.batch_set_v1(keys(2, 20), indices(4, 5)), [False] * 2)
+            self.assertLess(time.monotonic() - began, SOON / 2)
+        finally:
+            late.cancel()
+            self.server.signal(signal.SIGCONT)
+        while storage.batch_set_v1(keys(2, 30), indices(6, 7)) != [True] * 2:
+            self.assertLess(time.monotonic(), deadline + SOON)
+            time.sleep(0.05)
+        # What the server read late is what was in the memory then.
+        other, places = self.storage()
+        for first, page in ((9, 2), (20, 4), (30, 6)):
+            for n, good in enumerate(other.batch_get_v1(keys(2, first), indices(0, 1))):
+                if good:
+                    self.assertTrue(torch.equal(places.get_data_page(n * PAGE), pool.get_data_page((page + n) * PAGE)))
 
     def test_it_starts_without_a_server(self):
         self.server.kill()

@@ -1,5 +1,5 @@
-"""SGLang's storage under faults, by seeds: pages go, reads and puts fail, a server that stands still writes into memory later, and the
-server goes away.
+"""SGLang's storage under faults, by seeds: pages go, reads and puts fail, a server that stands still writes into memory or reads it later, and
+the server goes away.
 
 Whatever happens: a page that is said to be loaded has the bytes that were stored, what is stored under a key is what was put under it,
 and no exception leaves the class. Each test of a planted bug sees one of these fail."""
@@ -52,7 +52,8 @@ class Pages:
     def __init__(self, run, client):
         self.run, self.client = run, client
         self.locks = None  # a look-up that holds what it finds: (batch, keys)
-        self.late = None  # a read that a server which stands still has not answered: (batch, keys, addresses)
+        self.late = None  # what a server which stands still has not answered: (batch, keys, addresses)
+        self.is_put = False
         self.batch = 0
 
     def _expect_there(self):
@@ -82,8 +83,7 @@ class Pages:
         self.run.held.update(name for name in names if name in self.run.stored)
         return [types.SimpleNamespace(id=batch, ok=all(name in self.run.stored for name in names))]
 
-    def put(self, names, places, timeout=None, parent=None):
-        self._expect_there()
+    def _put(self, names, places):
         good = []
         for name, place in zip(names, places):
             good.append(self.run.chance.random() > 0.1)
@@ -92,9 +92,13 @@ class Pages:
         reasons = {} if all(good) else {"DeadlinePassed": (kvarts.Deadline("slow", "DeadlinePassed"), 1)}
         return types.SimpleNamespace(results=good, reasons=reasons, ok=all(good))
 
+    def submit_put(self, names, places, timeout=None, parent=None):
+        self.is_put = True
+        return self.submit_get(names, places)
+
     def submit_get(self, names, places, timeout=None):
         self._expect_there()
-        assert self.late is None, "memory that another read still has"
+        assert self.late is None, "memory that another batch still has"
         self.batch += 1
         self.late = self.batch, names, places
         return self.batch
@@ -104,10 +108,17 @@ class Pages:
             return self._locked(seconds)
         if self.run.chance.random() < 0.2:
             if self.late is not None and self.run.chance.random() < 0.5:
-                # Some of it comes all the same.
-                self.client.at(self.late[2][0])[:] = b"\3" * BYTES
+                # Some of it comes or goes all the same.
+                if self.is_put:
+                    self._put(self.late[1][:1], self.late[2][:1])
+                else:
+                    self.client.at(self.late[2][0])[:] = b"\3" * BYTES
             return []
         (batch, names, places), self.late = self.late, None
+        if self.is_put:
+            done = self._put(names, places)
+            done.id = batch
+            return [done]
         good = []
         for name, place in zip(names, places):
             good.append(name in self.run.stored and self.run.chance.random() > 0.1)
@@ -194,9 +205,9 @@ class Faults(Seeded, unittest.TestCase):
         self.assertTrue(all(seen.values()), seen)
 
     def test_planted_memory_that_a_read_still_has_is_used_again(self):
-        def read(storage, pool, staging, names):
-            staging.held_by, pool.pages.late = None, None
-            done = honest(storage, pool, staging, names)
+        def read(storage, staging, names):
+            staging.held_by, staging.handle.late = None, None
+            done = honest(storage, staging, names)
             # Bytes of the read before come now.
             if staging.held_by is None and storage._link.client.run.chance.random() < 0.2:
                 storage._link.client.at(staging.addresses[0])[:] = b"\3" * BYTES
@@ -206,8 +217,8 @@ class Faults(Seeded, unittest.TestCase):
         self.expect_seen("a page that is not right", (sglang.Kvarts, "_read", read))
 
     def test_planted_every_page_of_an_answer_counts_as_loaded(self):
-        def read(storage, pool, staging, names):
-            done = honest(storage, pool, staging, names)
+        def read(storage, staging, names):
+            done = honest(storage, staging, names)
             if done is not None:
                 done.results = [True] * len(names)
             return done
@@ -216,9 +227,21 @@ class Faults(Seeded, unittest.TestCase):
         self.expect_seen("a page that is not right", (sglang.Kvarts, "_read", read))
 
     def test_planted_pages_are_put_from_the_wrong_place(self):
-        def written(storage, pool, staging, names, parent):
-            return storage._call(pool, "put", names, list(reversed(staging.addresses[: len(names)])))
+        def written(storage, staging, names, fill, parent):
+            return honest(storage, staging, list(reversed(names)), fill, parent)
 
+        honest = sglang.Kvarts._written
+        self.expect_seen("stored wrong", (sglang.Kvarts, "_written", written))
+
+    def test_planted_memory_that_a_put_still_has_is_filled_again(self):
+        def written(storage, staging, names, fill, parent):
+            before, staging.handle.late, staging.held_by = staging.handle.late, None, None
+            done = honest(storage, staging, names, fill, parent)
+            if before is not None:
+                staging.handle._put(*before[1:])
+            return done
+
+        honest = sglang.Kvarts._written
         self.expect_seen("stored wrong", (sglang.Kvarts, "_written", written))
 
 

@@ -21,6 +21,7 @@ FEATURES = {
     "recurrent states (hybrids)": ("layers-states",),
     "tensor parallelism": ("layers-ranks", "layers-heads", "linker-ranks"),
     "pipeline parallelism": ("layers-stages",),
+    "prefill and decode apart": ("layers-handover", "decode-offload"),
     "cache of 8 bits (fp8)": (),
     "adapters (LoRA)": (),
     "draft models (MTP)": (),

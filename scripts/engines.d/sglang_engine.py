@@ -2,7 +2,8 @@
 scripts/engines.
 
 {"do": "generate", "prompts": [...]}; {"do": "right", "prompts": [...]} answers with what each says alone; {"do": "course", "prompts": [...], "seed": N,
-"count": N} asks for so many of them at once and gives some up; {"do": "blocks", "prompts": [...]} answers with a digest, and a few numbers, of every page
+"count": N} asks for N of them at once and gives some up; {"do": "hand", "prompt": [...], "room": N, "rid": "...", "tokens": N, "salt": "..."} is a
+prefill engine's or a decode engine's part of a request; {"do": "blocks", "prompts": [...]} answers with a digest, and a few numbers, of every page
 that is stored; {"do": "reset"}; {"do": "end"}."""
 
 import asyncio
@@ -37,6 +38,12 @@ if __name__ == "__main__":
         cache = dict(enable_hierarchical_cache=True, hicache_ratio=2.0, hicache_write_policy="write_through")
         cache.update(hicache_mem_layout="page_first", hicache_storage_prefetch_policy="wait_complete")
         cache.update(hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=json.dumps(extra))
+    if settings.get("role") == "prefill":
+        cache.update(disaggregation_mode="prefill", disaggregation_transfer_backend="nixl")
+    elif settings.get("role") == "decode":
+        # An engine that decodes offloads without a cache of its own.
+        del cache["enable_hierarchical_cache"]
+        cache.update(disaggregation_mode="decode", disaggregation_transfer_backend="fake", disaggregation_decode_enable_offload_kvcache=True)
     if settings.get("linker"):
         linker = {"linker": "KvartsLinker", "linker_module_path": "kvarts.sglang_linker", "linker_extra_config": settings["linker"]}
         cache = dict(enable_unified_cache_external_linker=True, unified_cache_external_linker_backend="dynamic")
@@ -68,6 +75,15 @@ if __name__ == "__main__":
             details = out["meta_info"].get("cached_tokens_details") or {}
             stored += details.get("host" if settings.get("linker") else "storage", 0)
         return {"tokens": tokens, "stored": stored, "seconds": time.monotonic() - began}
+
+    def handed(prompt, room, rid, tokens, salt=None):
+        """The part of a request that an engine of this role has: what it says, and prompt tokens that came from storage."""
+        from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        where = dict(bootstrap_host="127.0.0.1" if settings["role"] == "prefill" else FAKE_BOOTSTRAP_HOST, bootstrap_room=room, rid=rid, cache_salt=salt)
+        out = engine.loop.run_until_complete(engine.async_generate(input_ids=prompt, sampling_params=sampling, **where))
+        return {"tokens": out["output_ids"], "cached": out["meta_info"].get("cached_tokens_details") or {}, "ended": out["meta_info"]["finish_reason"]}
 
     async def say(text, prompt, tokens, rid=None):
         """What it says: tokens, and of each the likeliest with their logarithms. Nothing if it was given up."""
@@ -146,6 +162,8 @@ if __name__ == "__main__":
         match command["do"]:
             case "generate":
                 answer(generate(command["prompts"]))
+            case "hand":
+                answer(handed(*(command[name] for name in ("prompt", "room", "rid", "tokens", "salt"))))
             case "right":
                 answer(engine.loop.run_until_complete(right(command["prompts"], command["tokens"])))
             case "course":

@@ -54,3 +54,7 @@ def install():
         from kvarts.sglang_pools import Pools
 
         Pools.naming = _telling(Pools.naming)
+    if "KVARTS_TRANSFER" in os.environ:
+        from sglang_cpu import transfer
+
+        transfer.install()
