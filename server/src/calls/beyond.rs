@@ -30,7 +30,9 @@ impl Blocks {
     fn add(&mut self, places: &[u32]) {
         for place in places.iter().map(|place| *place as usize) {
             self.0.resize(self.0.len().max(place + 1), false);
-            self.0[place] = true;
+            if let Some(is_one) = self.0.get_mut(place) {
+                *is_one = true;
+            }
         }
     }
 
