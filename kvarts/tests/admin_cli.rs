@@ -168,7 +168,8 @@ fn a_miss_says_whether_blocks_were_evicted_deleted_or_never_stored_and_metrics_c
     let asked = ["match", "--identity", "TYPO.toml", "--page-bytes", "4096", "--tokens", "more"];
     let (code, out, _) = server.kvarts(&asked);
     assert!(code == 1 && out.contains("this server has no blocks of this identity"), "{out}");
-    let named = "pages 1, whose identity differs from the request: revision is \"1\" in the store but \"2\" in";
+    let named =
+        "pages 1, whose identity differs from the request: revision is \"1\" in the store but \"2\" in";
     assert!(out.contains(named), "{out}");
     let long_hexadecimal = |word: &str| word.len() >= 16 && word.chars().all(|one| one.is_ascii_hexdigit());
     assert!(!out.split_whitespace().any(long_hexadecimal), "a model is called by its name: {out}");
