@@ -317,6 +317,9 @@ class Kvarts(HiCacheStorage):
         staging, names = pool.staging[kind], names_of(keys)
         with staging.lock:
             for begin in range(0, len(keys), staging.pages):
+                # Also a batch that ended in time may have shown that the server does not answer.
+                if begin and not self._usable(pool, kind == "put"):
+                    break
                 part = range(begin, min(begin + staging.pages, len(keys)))
                 if kind == "get":
                     done = self._read(staging, [names[n] for n in part])
@@ -356,7 +359,7 @@ class Kvarts(HiCacheStorage):
                 fill()
             submit = getattr(staging.handle, "submit_" + kind)
             staging.held_by = submit(names, staging.addresses[: len(names)], timeout=self._timeout, **more)
-            done = self._answer(kind, staging, deadline - time.monotonic())
+            done = self._answer(kind, staging, max(0.0, deadline - time.monotonic()))
             if done is None:
                 failed(kvarts.Deadline(f"the server did not answer a {kind} of {len(names)} pages within {self._timeout:g} seconds"))
             return done

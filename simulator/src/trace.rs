@@ -12,6 +12,7 @@ use std::io::{BufRead, Read};
 use std::sync::Arc;
 
 use serde::Deserialize;
+use serde_json::Value;
 
 /// The longest line.
 pub const LINE_BYTES_MAX: u64 = 64 << 20;
@@ -56,11 +57,11 @@ struct Line {
     output_length: u64,
     hash_ids: Vec<u64>,
     #[serde(default)]
-    chat_id: Option<i64>,
+    chat_id: Value,
     #[serde(default)]
-    parent_chat_id: Option<i64>,
+    parent_chat_id: Value,
     #[serde(default, rename = "type")]
-    kind: Option<String>,
+    kind: Value,
     #[serde(default, rename = "turn")]
     _turn: serde::de::IgnoredAny,
 }
@@ -190,8 +191,8 @@ impl<R: BufRead> Trace<R> {
         }
         self.check_ids(parsed.hash_ids.len() as u64, parsed.input_length, parsed.output_length)?;
         self.last_ms = parsed.timestamp;
-        // None is written as -1.
-        let id = |id: Option<i64>| id.and_then(|id| u64::try_from(id).ok());
+        // None is written as -1. What is no number is no number of a conversation.
+        let id = |id: Value| id.as_u64();
         Ok(Request {
             at_ms: parsed.timestamp,
             input_tokens: parsed.input_length,
@@ -199,7 +200,7 @@ impl<R: BufRead> Trace<R> {
             blocks: parsed.hash_ids,
             chat: id(parsed.chat_id),
             parent: id(parsed.parent_chat_id),
-            kind: parsed.kind.and_then(|kind| self.kind(&kind)),
+            kind: parsed.kind.as_str().and_then(|kind| self.kind(kind)),
         })
     }
 

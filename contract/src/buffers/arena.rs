@@ -124,20 +124,30 @@ impl Free {
     }
 
     /// Sets apart the range that is soonest free, as far as can be told: around the largest one that is. It stays the
-    /// same, or it would never be free. It lies in the caller's own range if there is one for it.
+    /// same, or it would never be free. There is one in each range in which no other caller has one.
     fn set_apart(&mut self, number: u64, len: usize, within: &Within) {
-        let Some(range) = within.ranges(len).next().filter(|range| !self.apart.contains_key(&range.start))
-        else {
-            return;
-        };
-        let largest = self.free_in(range).max_by_key(|(start, end)| end - start);
-        let largest = largest.map_or(range.start, |(start, _)| start);
-        let start = largest.min(range.end - len);
-        self.apart.insert(range.start, (number, start..start + len));
+        for range in within.ranges(len) {
+            let largest = self.free_in(range).max_by_key(|(start, end)| end - start);
+            let largest = largest.map_or(range.start, |(start, _)| start);
+            let start = largest.min(range.end - len);
+            self.apart.entry(range.start).or_insert((number, start..start + len));
+        }
     }
 
     /// Gives pieces to those who can go on with what is free, in the order in which they came. They are to be woken.
     fn serve(&mut self) -> Vec<Waker> {
+        let mut woken = Vec::new();
+        // What was set apart for one who is given a piece elsewhere may be enough for those who came before him.
+        loop {
+            let before = woken.len();
+            self.serve_once(&mut woken);
+            if woken.len() == before {
+                return woken;
+            }
+        }
+    }
+
+    fn serve_once(&mut self, woken: &mut Vec<Waker>) {
         let queue = &self.queue;
         let waits = |number: &u64| queue.get(number).is_some_and(|one| one.given.is_none());
         self.apart.retain(|_, (number, _)| waits(number));
@@ -145,11 +155,12 @@ impl Free {
             one.given.is_none().then(|| (*number, one.len, one.within.clone()))
         };
         let waiting: Vec<(u64, usize, Within)> = queue.iter().filter_map(of).collect();
-        let mut woken = Vec::new();
         // Where a shorter piece was not found, a longer one is not.
-        let mut too_long: BTreeMap<[usize; 2], usize> = BTreeMap::new();
+        let mut too_long: BTreeMap<[usize; 4], usize> = BTreeMap::new();
         for (number, len, within) in waiting {
-            let most = too_long.entry([within.own.start, within.shared.start]).or_insert(usize::MAX);
+            let (own, shared) = (&within.own, &within.shared);
+            let ranges = [own.start, own.end, shared.start, shared.end];
+            let most = too_long.entry(ranges).or_insert(usize::MAX);
             let is_first = self.apart.values().any(|(first, _)| *first == number);
             let found = if is_first || len < *most { self.find(len, &within, Some(number)) } else { None };
             match (found, self.queue.get_mut(&number)) {
@@ -165,7 +176,6 @@ impl Free {
                 }
             }
         }
-        woken
     }
 }
 

@@ -11,27 +11,10 @@ const PAGE: u64 = 4096;
 
 /// Bounds on the memory of this process: the machine's, and those of the groups that it is in.
 pub(super) fn of_this_machine() -> Vec<u64> {
+    let read = |path: &Path| std::fs::read_to_string(path).ok();
     let machine = read(Path::new("/proc/meminfo")).as_deref().and_then(total);
-    machine.into_iter().chain(of_groups().into_iter().filter_map(|(_, limit)| limit)).collect()
-}
-
-/// The statistics of this process's own group, if the memory of that or of a group around it is limited.
-pub fn limited_group() -> Option<PathBuf> {
-    let groups = of_groups();
-    let own = groups.first()?.0.parent()?.join("memory.stat");
-    groups.iter().any(|(_, limit)| limit.is_some()).then_some(own)
-}
-
-/// The files that bound the memory of this process's groups, its own first, and the bounds: none where there is no limit.
-fn of_groups() -> Vec<(PathBuf, Option<u64>)> {
     let groups = read(Path::new("/proc/self/cgroup")).map_or_else(Vec::new, |text| groups(&text));
-    // Without a limit version 2 says "max", and version 1 a number that no machine has.
-    let limit = |text: String| text.trim().parse().ok().filter(|limit| *limit < u64::MAX >> 2);
-    groups.into_iter().filter_map(|path| Some((path.clone(), limit(read(&path)?)))).collect()
-}
-
-fn read(path: &Path) -> Option<String> {
-    std::fs::read_to_string(path).ok()
+    machine.into_iter().chain(groups.iter().filter_map(|path| read(path)?.trim().parse().ok())).collect()
 }
 
 /// What is shared where memory is bounded so.

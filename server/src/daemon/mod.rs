@@ -37,11 +37,11 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::config::{Config, limited_group};
+use crate::config::Config;
 use crate::grpc::{self, Listeners, Tls};
 use crate::human;
 use crate::metrics;
-use crate::state::locals::{Group, LocalLimits, Locals};
+use crate::state::locals::{LocalLimits, Locals};
 use crate::state::{Decided, ServerState, SetLimit};
 use kvarts_wire::local::limits::{SESSIONS_MAX, UNKNOWN_MAX};
 
@@ -133,7 +133,7 @@ impl Daemon {
         OsEntropy::new().fill(&mut instance);
         let tenants: Vec<u32> = gate.tenants().iter().map(|tenant| tenant.number).collect();
         let limits = LocalLimits { mapped_max: config.shared, files_max: memories, threads: config.threads };
-        let locals = Locals::new(limits, &tenants, instance).in_group(Group(limited_group()));
+        let locals = Locals::new(limits, &tenants, instance);
         let directories = config.directories.clone();
         let (limits, lame_duck) = (uncounted(config), config.lame_duck);
         let decided = Decided { notes, files, lame_duck, limits, directories, cluster, cold };

@@ -59,12 +59,6 @@ impl Memory {
         if name.is_some() && mode != Mode::Adopted {
             return Err(malformed("pool: a name is allowed only in adopted mode"));
         }
-        if locals.is_overcharged() {
-            return Err(Fault::busy(
-                "clients keep more memory that is charged to the server than limits.shared allows: end clients \
-                that no longer need their memory, or raise limits.shared and the memory limit of the server",
-            ));
-        }
         let given = match (name, file) {
             (Some(name), None) => attached((locals, tenant), name, wire.bytes)?,
             (name, file) => given((locals, tenant), (mode, wire.bytes), name, file)?,

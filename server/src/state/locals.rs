@@ -1,6 +1,5 @@
 //! The clients of the local path, and what all of them share: each tenant has a part of it.
 
-mod group;
 pub(crate) mod named;
 pub(crate) mod pools;
 mod reaper;
@@ -13,7 +12,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::parts::Parts;
 use kvarts_wire::local::{Mode, limits};
 
-pub use group::Group;
 use named::Names;
 use pools::Pools;
 use reaper::Reaper;
@@ -95,8 +93,6 @@ pub struct Locals {
     /// Bytes of memory that the server made for clients, ever, and the most. A client may keep it for as long as it likes.
     made: AtomicU64,
     made_max: u64,
-    /// Where the kernel charges what this process makes of clients' files.
-    group: Group,
     /// One memory at a time is prepared and registered.
     pub(crate) turn: tokio::sync::Mutex<()>,
     /// Sessions by the names that their clients gave them.
@@ -149,7 +145,6 @@ impl Locals {
             made: AtomicU64::new(0),
             mapped_max,
             made_max: mapped_max / limits::MADE_PART,
-            group: Group::default(),
             turn: tokio::sync::Mutex::default(),
             names: Arc::default(),
             pools: Pools::default(),
@@ -157,17 +152,6 @@ impl Locals {
             reaper: Reaper::default(),
             threads,
         }
-    }
-
-    /// The same in a control group.
-    pub fn in_group(self, group: Group) -> Self {
-        Self { group, ..self }
-    }
-
-    /// Whether clients keep more memory that is charged to this server than they may have of it: what is mapped, and what was made for them.
-    /// Nothing is shared then.
-    pub(crate) fn is_overcharged(&self) -> bool {
-        self.group.charged_bytes() > self.mapped_max.saturating_add(self.made_max)
     }
 
     /// Divides what sessions share among these tenants.
@@ -246,28 +230,5 @@ impl Entry {
 impl Drop for Entry {
     fn drop(&mut self) {
         self.all.lock().remove(&self.number);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pages_that_clients_keep_beyond_what_they_may_share_are_seen_in_the_servers_own_group() {
-        let path = std::env::temp_dir().join(format!("kvarts-group-{}", std::process::id()));
-        let limits = LocalLimits { mapped_max: 400 << 10, files_max: 4, threads: 1 };
-        let locals = Locals::new(limits, &[1], [0; 16]).in_group(Group(Some(path.clone())));
-        assert!(!locals.is_overcharged(), "a group that says nothing");
-        for (statistics, is_over) in [
-            ("anon 99999999\nshmem 512000\n", false),
-            ("cache 1\nshmem 512001\nmapped_file 0\n", true),
-            ("shmem_thp 99999999\n", false),
-        ] {
-            std::fs::write(&path, statistics).unwrap();
-            assert_eq!(locals.is_overcharged(), is_over, "{statistics}");
-        }
-        std::fs::remove_file(&path).unwrap();
-        assert!(!Locals::default().is_overcharged(), "no group, no limit");
     }
 }

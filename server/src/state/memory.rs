@@ -78,10 +78,16 @@ impl Memory {
         let arena = self.arena(part);
         loop {
             let piece = arena.try_take_within(bytes, within);
-            if piece.is_some() || !self.tiles.give_back_one(part) {
+            if piece.is_some() || !self.tiles.give_back_one(part, |tile| Self::lies(tile, within)) {
                 return piece;
             }
         }
+    }
+
+    /// Whether the memory of a tile can be had in these ranges once it is given back.
+    fn lies(tile: &CachedTile, within: &Within) -> bool {
+        let at = tile.buf.offset();
+        within.own.contains(&at) || within.shared.contains(&at)
     }
 
     /// The regions, for registering them with the engine.
@@ -103,7 +109,7 @@ impl Memory {
         if let Some(piece) = self.take_now(part, bytes, within) {
             return Some(piece);
         }
-        let _waiting = self.tiles.wait(part);
+        let _waiting = self.tiles.wait(part, |tile| Self::lies(tile, within));
         self.arena(part).take_within(bytes, within).await
     }
 
@@ -159,7 +165,14 @@ impl MemoryShares {
 
     /// The same for a tenant that was charged for it.
     pub async fn take_charged(&self, memory: &Memory, tenant: u32, len: u64) -> Option<BufMut> {
-        memory.take(len, &self.within(memory, tenant, len)).await
+        loop {
+            let within = self.within(memory, tenant, len);
+            let piece = memory.take(len, &within).await?;
+            // Divided again while it waited: there this may be in the range of another one.
+            if self.within(memory, tenant, len) == within {
+                return Some(piece);
+            }
+        }
     }
 
     /// The same now, if after it half of the memory is still free; not for small requests.

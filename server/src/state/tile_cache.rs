@@ -172,7 +172,7 @@ impl<T> TileCache<T> {
                     state.insert(start, (part, tenant), bytes, tile);
                     break;
                 }
-                gone.extend(state.forget_one(part));
+                gone.extend(state.forget_one(part, |_| true));
             }
         }
         // Memory goes back outside of the lock: its waiters are woken.
@@ -188,18 +188,18 @@ impl<T> TileCache<T> {
         drop(gone);
     }
 
-    /// Gives the memory of one tile of a part back, unless it is being sent; false if there is none.
-    pub fn give_back_one(&self, part: usize) -> bool {
-        let gone = self.lock().forget_one(part);
+    /// Gives the memory of one tile of a part back that helps, unless it is being sent; false if there is none.
+    pub fn give_back_one(&self, part: usize, helps: impl Fn(&T) -> bool) -> bool {
+        let gone = self.lock().forget_one(part, helps);
         gone.is_some()
     }
 
-    /// A request waits for memory of a part: all of it is given back, and nothing is kept, until this is dropped.
-    pub fn wait(&self, part: usize) -> Waiting<'_, T> {
+    /// A request waits for memory of a part: all of it that helps is given back, and nothing is kept, until this is dropped.
+    pub fn wait(&self, part: usize, helps: impl Fn(&T) -> bool) -> Waiting<'_, T> {
         if let Some(part) = self.lock().parts.get_mut(part) {
             part.waiting += 1;
         }
-        while self.give_back_one(part) {}
+        while self.give_back_one(part, &helps) {}
         Waiting(self, part)
     }
 
@@ -253,11 +253,12 @@ impl<T> State<T> {
         Some(entry)
     }
 
-    /// Forgets the oldest tile of the tenant that has most of a part.
-    fn forget_one(&mut self, part: usize) -> Option<Entry<T>> {
-        let tenants = &self.parts.get(part)?.tenants;
-        let (_, most) = tenants.iter().max_by_key(|(_, of)| of.bytes)?;
-        let start = most.ages.first_key_value()?.1.clone();
+    /// Forgets the oldest tile that helps, of the tenant that has most of a part and has one.
+    fn forget_one(&mut self, part: usize, helps: impl Fn(&T) -> bool) -> Option<Entry<T>> {
+        let mut tenants: Vec<&Of> = self.parts.get(part)?.tenants.values().collect();
+        tenants.sort_by_key(|of| std::cmp::Reverse(of.bytes));
+        let is_one = |start: &&TileStart| self.tiles.get(*start).is_some_and(|entry| helps(&entry.tile));
+        let start = tenants.iter().find_map(|of| of.ages.values().find(is_one))?.clone();
         self.forget(&start)
     }
 }
@@ -319,7 +320,7 @@ mod tests {
         for number in 2000..2005 {
             cache.keep(start(number), (0, 4), MIB, number);
         }
-        assert!((0..12).all(|_| cache.give_back_one(0)));
+        assert!((0..12).all(|_| cache.give_back_one(0, |_| true)));
         let left = [0..10, 100..110, 200..1200, 2000..2005].map(|range| has(&cache, range).len());
         assert_eq!((left.iter().sum::<usize>(), left.iter().max(), left[3] >= 4), (18, Some(&5), true));
     }
@@ -330,7 +331,7 @@ mod tests {
         for part in 0..2 {
             cache.keep(start(part as u64), (part, 1), MIB, 0);
         }
-        let (waiting, another) = (cache.wait(0), cache.wait(0));
+        let (waiting, another) = (cache.wait(0, |_| true), cache.wait(0, |_| true));
         assert_eq!((cache.bytes(0), cache.bytes(1)), (0, MIB));
         drop(waiting);
         cache.keep(start(7), (0, 1), MIB, 7);
