@@ -539,6 +539,33 @@ mod tests {
     }
 
     #[test]
+    fn room_is_set_apart_in_the_shared_range_too_while_the_own_one_is_taken() {
+        let arena = arena(24);
+        let of = |user: usize| {
+            let start = user * 4 * PAGE;
+            Within { own: start..start + 4 * PAGE, shared: 8 * PAGE..24 * PAGE }
+        };
+        let _own = [0, 1].map(|user| arena.try_take_within(4 * PAGE, &of(user)).unwrap());
+        let mut held: std::collections::VecDeque<BufMut> =
+            (0..16).map(|_| arena.try_take_within(PAGE, &of(1)).unwrap()).collect();
+        let within = of(0);
+        let taking: Taking<'_> = Box::pin(arena.take_within(4 * PAGE, &within));
+        let mut large = (taking, Arc::default());
+        let mut rounds = 0;
+        let piece = loop {
+            if let Some(piece) = poll(&mut large) {
+                break piece;
+            }
+            // The oldest piece of the other user returns, and it asks for others at once.
+            held.pop_front();
+            held.extend(arena.try_take_within(PAGE, &of(1)));
+            rounds += 1;
+            assert!(rounds < 100, "it waits for ever");
+        };
+        assert!(piece.offset() >= 8 * PAGE && rounds <= 16, "{} after {rounds}", piece.offset());
+    }
+
+    #[test]
     fn small_ones_go_on_beside_a_large_one_that_waits() {
         let arena = arena(8);
         let _long = arena.try_take(PAGE).unwrap();

@@ -256,9 +256,9 @@ impl<T> State<T> {
     /// Forgets the oldest tile that helps, of the tenant that has most of a part and has one.
     fn forget_one(&mut self, part: usize, helps: impl Fn(&T) -> bool) -> Option<Entry<T>> {
         let mut tenants: Vec<&Of> = self.parts.get(part)?.tenants.values().collect();
-        tenants.sort_by_key(|of| std::cmp::Reverse(of.bytes));
+        tenants.sort_by_key(|of| of.bytes);
         let is_one = |start: &&TileStart| self.tiles.get(*start).is_some_and(|entry| helps(&entry.tile));
-        let start = tenants.iter().find_map(|of| of.ages.values().find(is_one))?.clone();
+        let start = tenants.iter().rev().find_map(|of| of.ages.values().find(is_one))?.clone();
         self.forget(&start)
     }
 }
