@@ -204,6 +204,23 @@ class Faults(Seeded, unittest.TestCase):
                 seen[name] = seen.get(name, 0) + count
         self.assertTrue(all(seen.values()), seen)
 
+    def test_after_a_batch_that_the_server_answered_too_late_the_rest_of_the_call_is_not_tried(self):
+        for call in ("batch_set_v1", "batch_get_v1"):
+            run, begun = Run(1), []
+            run.go(steps=0)
+
+            def submit(pages, names, places, begun=begun, **_):
+                begun.append(len(names))
+                return len(begun)
+
+            def wait(pages, seconds, begun=begun):
+                reasons = {"DeadlinePassed": (kvarts.Deadline("slow", "DeadlinePassed"), begun[-1])}
+                return [types.SimpleNamespace(id=len(begun), results=[False] * begun[-1], reasons=reasons)]
+
+            with mock.patch.multiple(Pages, submit_put=submit, submit_get=submit, wait=wait), mock.patch.object(sglang, "_SHARED", 3 * BYTES):
+                self.assertEqual(getattr(run.storage, call)(keys(6), indices(*range(6))), [False] * 6)
+            self.assertEqual(begun, [3], call)
+
     def test_planted_memory_that_a_read_still_has_is_used_again(self):
         def read(storage, staging, names):
             staging.held_by, staging.handle.late = None, None

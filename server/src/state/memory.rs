@@ -362,6 +362,30 @@ mod tests {
     }
 
     #[test]
+    fn a_request_that_waits_while_the_memory_is_divided_again_lies_in_no_range_of_another_tenant() {
+        let memory = Memory::new(8 << 20, 8192, 0).unwrap();
+        let shares = MemoryShares::new(&memory, &[1, 2]);
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        let mut held = Vec::new();
+        for tenant in [2, 1] {
+            let own = shares.at_once(tenant, 0, u64::MAX);
+            held.extend(block_on(shares.take(&memory, tenant, own)));
+        }
+        // What is left is of the range that both share.
+        held.extend(std::iter::from_fn(|| memory.main.try_take(PAGE)));
+        let mut waits = std::pin::pin!(shares.take_charged(&memory, 2, 1 << 20));
+        assert!(waits.as_mut().poll(&mut context).is_pending());
+        shares.divide(&[1, 2, 3]);
+        held.clear();
+        let std::task::Poll::Ready(Some(piece)) = waits.as_mut().poll(&mut context) else {
+            panic!("it has room")
+        };
+        let [own, _] = shares.0[MAIN].ranges(2);
+        let lies = (piece.offset() / PAGE) as u64..((piece.offset() + piece.len()) / PAGE) as u64;
+        assert!(own.start <= lies.start && lies.end <= own.end, "{lies:?} is not in {own:?}");
+    }
+
+    #[test]
     fn of_many_tenants_each_has_a_piece_of_a_put_and_a_window_of_a_read_whatever_others_hold() {
         let tenants: Vec<u32> = (1..=30).collect();
         let memory = Memory::new(256 << 20, limits::SMALL_READ_BYTES, 0).unwrap();

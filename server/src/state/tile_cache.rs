@@ -326,6 +326,18 @@ mod tests {
     }
 
     #[test]
+    fn only_tiles_that_help_are_given_back() {
+        let cache = TileCache::new([8 * MIB, MIB]);
+        (0..6).for_each(|number| cache.keep(start(number), (0, 1 + number as u32 % 2), MIB, number));
+        assert!(!cache.give_back_one(0, |tile| *tile > 9));
+        assert_eq!(cache.bytes(0), 6 * MIB);
+        assert!(cache.give_back_one(0, |tile| *tile == 3));
+        assert_eq!(has(&cache, 0..6), [0, 1, 2, 4, 5]);
+        let _waiting = cache.wait(0, |tile| tile.is_multiple_of(2));
+        assert_eq!(has(&cache, 0..6), [1, 5]);
+    }
+
+    #[test]
     fn while_a_request_waits_nothing_of_its_part_is_kept() {
         let cache = TileCache::new([4 * MIB, 4 * MIB]);
         for part in 0..2 {

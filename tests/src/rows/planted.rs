@@ -63,7 +63,7 @@ pub const BUGS: &[Bug] = &[
         "R22",
         "tombstones are forgotten while records that they delete are on disk",
     )
-    .at(9),
+    .at(1),
     bug("first-chunk-alone", "R22", "a checkpoint lists only the first chunk of its tombstones").at(97),
     bug("sequence-not-restored", "R22", "sequence numbers start over after a recovery").at(12),
     bug("move-without-compare", "R22", "compaction updates the index without a check of the current entry")
