@@ -31,6 +31,7 @@ mod fsck_bad_input;
 mod fsck_cli;
 mod gpu_cli;
 mod hostile_process;
+mod memory_group;
 mod metrics;
 mod model_cli;
 mod offline_cli;

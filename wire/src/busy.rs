@@ -25,13 +25,17 @@ pub const CONNECTIONS: &str = "the tenant's limit of connections is reached, and
 pub const KEPT_CONNECTIONS: &str =
     "the limit of connections is reached; the rest is reserved for administrators";
 
+/// The tenant's clients keep files whose pages the kernel charges to the server.
+pub const MEMORY_KEPT: &str = "clients of this tenant keep too much shared memory that is charged to the memory limit of the server (end \
+    clients that no longer need their memory, and write to the whole of a file before it is shared)";
+
 /// Only another node of the cluster has a block, and there is no connection to it.
 pub const PEER_AWAY: &str = "the connection to the cluster node that has the block failed";
 /// Only another node of the cluster has a block, and nothing of it came.
 pub const PEER_SILENT: &str = "the cluster node that has the block did not send the block";
 
 /// Those that a client knows.
-const KNOWN: [&str; 11] = [
+const KNOWN: [&str; 12] = [
     MODELS_IN_USE,
     MODELS_REMEMBERED,
     LEASES,
@@ -41,6 +45,7 @@ const KNOWN: [&str; 11] = [
     HELD_BY_ALL,
     CONNECTIONS,
     KEPT_CONNECTIONS,
+    MEMORY_KEPT,
     PEER_AWAY,
     PEER_SILENT,
 ];

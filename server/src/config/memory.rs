@@ -3,6 +3,9 @@
 
 use std::path::{Path, PathBuf};
 
+use super::Config;
+use crate::state::locals::Group;
+
 /// The most that is shared without being asked for.
 const SHARED_MAX: u64 = 64 << 30;
 /// The part of all memory that is shared: one byte in this many.
@@ -11,10 +14,42 @@ const PAGE: u64 = 4096;
 
 /// Bounds on the memory of this process: the machine's, and those of the groups that it is in.
 pub(super) fn of_this_machine() -> Vec<u64> {
-    let read = |path: &Path| std::fs::read_to_string(path).ok();
     let machine = read(Path::new("/proc/meminfo")).as_deref().and_then(total);
+    machine.into_iter().chain(of_groups().into_iter().filter_map(|(_, limit)| limit)).collect()
+}
+
+/// The group in which this process is charged for files in memory, if its memory is limited: none where a store is in memory itself, and is charged
+/// as well.
+pub(crate) fn charged_group(config: &Config) -> Option<Group> {
+    let groups = of_groups();
+    let mounts = read(Path::new("/proc/self/mounts")).unwrap_or_default();
+    let is_limited = groups.iter().any(|(_, limit)| limit.is_some());
+    let counts = is_limited && !config.directories.iter().any(|directory| is_in_memory(&mounts, directory));
+    counts.then_some(Group { path: groups.first()?.0.parent()?.to_owned() })
+}
+
+/// Whether the mount of a directory is of files in memory. The directory is not opened: its drive may hang.
+fn is_in_memory(mounts: &str, directory: &Path) -> bool {
+    let Ok(directory) = std::path::absolute(directory) else { return false };
+    let of = |line: &'_ str| -> Option<(usize, bool)> {
+        let mut fields = line.split(' ').skip(1);
+        let (place, kind) = (fields.next()?, fields.next()?);
+        directory.starts_with(place).then_some((place.len(), kind == "tmpfs"))
+    };
+    // Of several mounts at one place the last one is seen.
+    mounts.lines().filter_map(of).max_by_key(|(len, _)| *len).is_some_and(|(_, is_in_memory)| is_in_memory)
+}
+
+/// The files that bound the memory of this process's groups, its own first, and the bounds: none where there is no limit.
+fn of_groups() -> Vec<(PathBuf, Option<u64>)> {
     let groups = read(Path::new("/proc/self/cgroup")).map_or_else(Vec::new, |text| groups(&text));
-    machine.into_iter().chain(groups.iter().filter_map(|path| read(path)?.trim().parse().ok())).collect()
+    // Without a limit version 2 says "max", and version 1 a number that no machine has.
+    let limit = |text: String| text.trim().parse().ok().filter(|limit| *limit < u64::MAX >> 2);
+    groups.into_iter().filter_map(|path| Some((path.clone(), limit(read(&path)?)))).collect()
+}
+
+fn read(path: &Path) -> Option<String> {
+    std::fs::read_to_string(path).ok()
 }
 
 /// What is shared where memory is bounded so.
@@ -68,6 +103,26 @@ mod tests {
         assert_eq!(share(&[512 << 30, 1 << 30]), 256 << 20);
         assert_eq!((share(&[]), share(&[10])), (64 << 30, 4096));
         assert!(!of_this_machine().is_empty());
+    }
+
+    #[test]
+    fn a_directory_is_in_memory_if_the_innermost_mount_around_it_is() {
+        let mounts =
+            "/dev/vda / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n/dev/nvme0n1 /dev/shm/disk xfs rw 0 0\n";
+        for (directory, wanted) in [
+            ("/data", false),
+            ("/dev/shm", true),
+            ("/dev/shm/kvarts/0", true),
+            ("/dev/shmem", false),
+            ("/dev/shm/disk/0", false),
+        ] {
+            assert_eq!(is_in_memory(mounts, Path::new(directory)), wanted, "{directory}");
+        }
+        assert!(is_in_memory(
+            &format!("{mounts}none /dev/shm/disk tmpfs rw 0 0\n"),
+            Path::new("/dev/shm/disk")
+        ));
+        assert!(!is_in_memory("nonsense", Path::new("/data")));
     }
 
     #[test]

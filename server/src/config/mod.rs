@@ -28,6 +28,7 @@ use kvarts_peer::node::PutPolicy;
 use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
+pub(crate) use memory::charged_group;
 
 use crate::cold::ColdConfig;
 use crate::state::auth::{Gate, Token, TokenHash};

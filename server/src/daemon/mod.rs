@@ -37,7 +37,7 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::config::Config;
+use crate::config::{Config, charged_group};
 use crate::grpc::{self, Listeners, Tls};
 use crate::human;
 use crate::metrics;
@@ -133,7 +133,7 @@ impl Daemon {
         OsEntropy::new().fill(&mut instance);
         let tenants: Vec<u32> = gate.tenants().iter().map(|tenant| tenant.number).collect();
         let limits = LocalLimits { mapped_max: config.shared, files_max: memories, threads: config.threads };
-        let locals = Locals::new(limits, &tenants, instance);
+        let locals = Locals::new(limits, &tenants, instance).in_group(charged_group(config));
         let directories = config.directories.clone();
         let (limits, lame_duck) = (uncounted(config), config.lame_duck);
         let decided = Decided { notes, files, lame_duck, limits, directories, cluster, cold };

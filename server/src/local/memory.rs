@@ -14,8 +14,10 @@ use tokio::runtime::Handle;
 use super::Mode;
 use super::pinned::{Pinned, Ready};
 use crate::state::locals::Locals;
+use crate::state::locals::kept::Watched;
 use crate::state::locals::pools::{Name, Shared};
 use crate::state::parts::Part;
+use kvarts_wire::busy;
 use kvarts_wire::fault::{Fault, Outcome};
 use kvarts_wire::proto;
 
@@ -65,13 +67,7 @@ impl Memory {
         };
         let Given { file, bytes, counts, is_new } = given;
         // The descriptor that stays is for the client, or to look at.
-        let second = rustix::io::fcntl_dupfd_cloexec(&file, 0);
-        let second = second.map_err(|_| {
-            Fault::busy(
-                "the server's limit of open files is reached: share fewer memory regions, or raise the \
-                limit (ulimit -n)",
-            )
-        })?;
+        let second = duplicate(&file)?;
         let mapped = shared::map_foreign(file, bytes, counts, &locals.reaper.0);
         let region = mapped
             .map_err(|error| malformed(&format!("the memory cannot be mapped for writing: {error}")))?;
@@ -88,6 +84,26 @@ impl Memory {
 /// Whether the rings are told of memory of this mode: adopted memory is whatever the client has.
 fn is_pinned(mode: Mode) -> bool {
     mode != Mode::Adopted
+}
+
+/// Refuses memory to a tenant that keeps too much of what the kernel charges to the server.
+fn is_charged((locals, tenant): (&Arc<Locals>, u32)) -> Outcome<()> {
+    // A tenant alone has nothing set aside for it.
+    let part = locals.mapped.own(tenant).unwrap_or(locals.mapped_max());
+    match locals.kept.is_refused(tenant, part) {
+        false => Ok(()),
+        true => Err(Fault::busy(busy::MEMORY_KEPT)),
+    }
+}
+
+/// Another descriptor of a file.
+fn duplicate(file: &OwnedFd) -> Outcome<OwnedFd> {
+    rustix::io::fcntl_dupfd_cloexec(file, 0).map_err(|_| {
+        Fault::busy(
+            "the server's limit of open files is reached: share fewer memory regions, or raise the limit \
+            (ulimit -n)",
+        )
+    })
 }
 
 /// This many open files of memory.
@@ -137,20 +153,20 @@ fn given(
         return Err(malformed("bytes: the file of the memory is shorter than the given size"));
     }
     let Some(name) = name else {
-        return Ok(Given { file, bytes, counts: Box::new((part()?, open)), is_new: false });
+        is_charged(of)?;
+        let watched = match locals.kept.is_limited() {
+            true => Some((Watched::new(&locals.kept, tenant, duplicate(&file)?), files(of, 1)?)),
+            false => None,
+        };
+        return Ok(Given { file, bytes, counts: Box::new((part()?, open, watched)), is_new: false });
     };
     // One that is known is counted already.
     let pool = match locals.pools.find(tenant, name) {
         Some(known) => known.is(&file, bytes).then_some(known),
         None => {
-            let second = rustix::io::fcntl_dupfd_cloexec(&file, 0);
-            let second = second.map_err(|_| {
-                Fault::busy(
-                    "the server's limit of open files is reached: share fewer memory regions, or raise the \
-                    limit (ulimit -n)",
-                )
-            })?;
-            locals.pools.name((tenant, name), (second, bytes), (part()?, files(of, 1)?))
+            is_charged(of)?;
+            let watched = Watched::new(&locals.kept, tenant, duplicate(&file)?);
+            locals.pools.name((tenant, name), (watched, bytes), (part()?, files(of, 1)?))
         }
     };
     let pool = pool.ok_or_else(|| malformed("pool: another pool has this name"))?;
@@ -176,12 +192,6 @@ fn attached(of: (&Arc<Locals>, u32), name: Name, bytes: u64) -> Outcome<Given> {
     }
     has_room(&pool)?;
     let open = files(of, 1)?;
-    let file = rustix::io::fcntl_dupfd_cloexec(pool.file(), 0);
-    let file = file.map_err(|_| {
-        Fault::busy(
-            "the server's limit of open files is reached: share fewer memory regions, or raise the limit \
-            (ulimit -n)",
-        )
-    })?;
+    let file = duplicate(pool.file())?;
     Ok(Given { file, bytes: pool.bytes(), counts: Box::new((pool, open)), is_new: true })
 }

@@ -1,5 +1,6 @@
 //! The clients of the local path, and what all of them share: each tenant has a part of it.
 
+pub(crate) mod kept;
 pub(crate) mod named;
 pub(crate) mod pools;
 mod reaper;
@@ -12,6 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::parts::Parts;
 use kvarts_wire::local::{Mode, limits};
 
+pub use kept::Group;
+use kept::Kept;
 use named::Names;
 use pools::Pools;
 use reaper::Reaper;
@@ -93,6 +96,8 @@ pub struct Locals {
     /// Bytes of memory that the server made for clients, ever, and the most. A client may keep it for as long as it likes.
     made: AtomicU64,
     made_max: u64,
+    /// What clients keep of files that they shared, and this process is charged for.
+    pub(crate) kept: Arc<Kept>,
     /// One memory at a time is prepared and registered.
     pub(crate) turn: tokio::sync::Mutex<()>,
     /// Sessions by the names that their clients gave them.
@@ -145,6 +150,7 @@ impl Locals {
             made: AtomicU64::new(0),
             mapped_max,
             made_max: mapped_max / limits::MADE_PART,
+            kept: Arc::default(),
             turn: tokio::sync::Mutex::default(),
             names: Arc::default(),
             pools: Pools::default(),
@@ -152,6 +158,12 @@ impl Locals {
             reaper: Reaper::default(),
             threads,
         }
+    }
+
+    /// The same, charged in a control group for what is mapped and for what was made for clients.
+    pub fn in_group(self, group: Option<Group>) -> Self {
+        let kept = Kept::new(group, self.mapped_max.saturating_add(self.made_max));
+        Self { kept, ..self }
     }
 
     /// Divides what sessions share among these tenants.

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use super::kept::Watched;
 use crate::state::parts::Part;
 use kvarts_wire::local::limits::POOL_SESSIONS_MAX;
 
@@ -20,7 +21,7 @@ pub(crate) type Name = [u8; NAME_BYTES];
 /// A file that sessions share.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    file: OwnedFd,
+    file: Watched,
     bytes: u64,
     /// Its part of what clients may share, and of the open files.
     _counted: (Part, Part),
@@ -33,7 +34,7 @@ pub(crate) struct Shared(Arc<Pool>);
 impl Shared {
     /// The file.
     pub(crate) fn file(&self) -> &OwnedFd {
-        &self.0.file
+        self.0.file.file()
     }
 
     /// How much of it is shared.
@@ -49,7 +50,7 @@ impl Shared {
     /// Whether it is this one.
     pub(crate) fn is(&self, file: &OwnedFd, bytes: u64) -> bool {
         let of = |file: &OwnedFd| rustix::fs::fstat(file).ok().map(|stat| (stat.st_dev, stat.st_ino));
-        self.0.bytes == bytes && of(&self.0.file).is_some_and(|mine| of(file) == Some(mine))
+        self.0.bytes == bytes && of(self.file()).is_some_and(|mine| of(file) == Some(mine))
     }
 }
 
@@ -69,14 +70,14 @@ impl Pools {
     pub(crate) fn name(
         &self,
         (tenant, name): (u32, Name),
-        (file, bytes): (OwnedFd, u64),
+        (file, bytes): (Watched, u64),
         counted: (Part, Part),
     ) -> Option<Shared> {
         let mut pools = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         pools.retain(|_, pool| pool.strong_count() > 0);
         if let Some(known) = pools.get(&(tenant, name)).and_then(Weak::upgrade) {
             let known = Shared(known);
-            return known.is(&file, bytes).then_some(known);
+            return known.is(file.file(), bytes).then_some(known);
         }
         let pool = Arc::new(Pool { file, bytes, _counted: counted });
         pools.insert((tenant, name), Arc::downgrade(&pool));
@@ -87,6 +88,7 @@ impl Pools {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::state::locals::kept::Kept;
     use crate::state::parts::Parts;
     use kvarts_contract::buffers::shared;
 
@@ -95,7 +97,8 @@ mod tests {
         let (pools, parts) = (Pools::default(), Parts::new(1 << 20, &[1, 2], 0, 0));
         let counted = || (parts.try_take(1, 4096).unwrap(), parts.try_take(1, 1).unwrap());
         let file = shared::sealed(4096).unwrap();
-        let dup = |file: &OwnedFd| (file.try_clone().unwrap(), 4096);
+        let kept = Kept::new(None, 0);
+        let dup = |file: &OwnedFd| (Watched::new(&kept, 1, file.try_clone().unwrap()), 4096);
         let first = pools.name((1, [7; 16]), dup(&file), counted()).unwrap();
         let again = pools.name((1, [7; 16]), dup(&file), counted()).unwrap();
         assert!(Arc::ptr_eq(&first.0, &again.0), "one pool");
