@@ -433,6 +433,11 @@ pub const BUGS: &[Bug] = &[
         "pieces of other tenants leave gaps in the memory that is reserved for a tenant",
     )
     .at(3),
+    bug(
+        "bucket-left-alone",
+        "R46",
+        "requests to a bucket stay suspended after the bucket has answered again",
+    ),
     // The last ones take long to be found: the merge tier does without them.
     bug(
         "duplicate-into-the-places",

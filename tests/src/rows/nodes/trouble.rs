@@ -3,8 +3,10 @@
 //! A tenant that behaves reads and puts on one node, first while nothing else happens, then while all of this does: one member stands
 //! still, as a process does that is sent `SIGSTOP`; the disk of another one hangs, or is very slow; three other tenants begin reads that
 //! they do not take and puts that they do not go on with, hold what they can, look up many blocks, take calls back, and read what only
-//! those two nodes have; and blocks are deleted and expire. All of it by one seed, in virtual time.
+//! those two nodes have; the bucket of the node answers 503 or nothing, while blocks are restored from it and deleted in it; and blocks are
+//! deleted and expire. All of it by one seed, in virtual time.
 
+mod bucket;
 mod guests;
 
 use std::sync::Arc;
@@ -16,6 +18,7 @@ use kvarts_layout::BlockKey;
 use kvarts_layout::identity::TenantSalt;
 use kvarts_peer::node::PutPolicy;
 
+use self::bucket::Bucket;
 use self::guests::{Call, Front, Guest, Times};
 use super::{BLOCKS, LATE, RETURNS, Scene, store_options};
 use crate::audit;
@@ -70,8 +73,10 @@ struct Course {
     rng: Rng,
     /// Blocks that the tenant that behaves has put so far beside those of the scene.
     next: u64,
-    /// Whether its reads of what is elsewhere have ended.
+    /// Whether its reads of what is elsewhere have ended, and what it does with the bucket.
     beyond: Arc<()>,
+    restores: Arc<()>,
+    bucket: Option<Bucket>,
     many: Arc<Vec<BlockKey>>,
     /// By how much operations of the disk that hangs are late, if they end at all.
     late: Option<Duration>,
@@ -107,11 +112,15 @@ impl Course {
             rng,
             next: 0,
             beyond: Arc::default(),
+            restores: Arc::default(),
+            bucket: None,
             many: Arc::new(many),
             late: None,
             guests: Vec::new(),
         };
         course.guests = (0..=HOSTILE).map(|number| course.welcome(number)).collect::<Result<_, _>>()?;
+        let clock = &course.scene.town.clock;
+        course.bucket = Some(Bucket::new(course.guest(0), clock, seed.child("bucket").rng().next_u64())?);
         Ok(course)
     }
 
@@ -158,8 +167,15 @@ impl Course {
         self.scene.calls
     }
 
+    fn bucket(&self) -> Result<Bucket, String> {
+        self.bucket.clone().ok_or_else(|| "there is no bucket".to_owned())
+    }
+
     /// Each node has its blocks, and knows where the others are.
     fn settle(&mut self) -> Result<(), String> {
+        let bucket = self.bucket()?;
+        let producer = self.producer(bucket.keys());
+        self.spawn(bucket.fill(producer));
         let keys = self.scene.keys.clone();
         let [stopped, hung, both] = BEYOND;
         for (place, of) in
@@ -272,6 +288,29 @@ impl Course {
         }
     }
 
+    /// The tenant that behaves restores what only the bucket has, or deletes it, one after the other.
+    fn use_bucket(&mut self) -> Result<(), String> {
+        let bucket = self.bucket()?;
+        if self.rng.below(4) == 0 {
+            bucket.trouble(&mut self.rng);
+        }
+        if Arc::strong_count(&self.restores) > 1 {
+            return Ok(());
+        }
+        let (under_way, deletes) = (Arc::clone(&self.restores), self.rng.below(8) == 0);
+        let keys = bucket.some(&mut self.rng, if deletes { 1 } else { 4 });
+        let what = if deletes { "a delete in the bucket" } else { "a restore" };
+        let due = self.due(bucket::ENDS, what);
+        self.spawn(async move {
+            match deletes {
+                true => drop(bucket.delete(&keys).await),
+                false => bucket.restore(what, &keys).await,
+            }
+            drop((due, under_way));
+        });
+        Ok(())
+    }
+
     fn due(&mut self, within: Duration, what: &str) -> Option<crate::nodes::ledger::Due> {
         let number = self.call();
         Some(self.scene.book.ends_by(number, self.scene.town.clock.now().plus(within), what))
@@ -354,6 +393,7 @@ impl Course {
             self.scene.town.pass(pause)?;
         }
         self.scene.town.stand_still(STOPPED, true);
+        self.bucket()?.trouble(&mut self.rng);
         let which = if self.rng.coin() { Which::Any } else { Which::Kind(OpKind::Read) };
         self.late = self.rng.coin().then(|| Duration::from_millis(self.rng.between(100, 40_000)));
         let effect = self.late.map_or(Effect::Stuck, Effect::Delay);
@@ -381,6 +421,7 @@ impl Course {
             if self.rng.below(3) == 0 {
                 self.read_beyond();
             }
+            self.use_bucket()?;
             if self.rng.below(6) == 0 {
                 let may_end = self.scene.town.clock.now() > half;
                 self.come_and_go(may_end);
@@ -413,10 +454,14 @@ impl Course {
                 self.know(tenant, HUNG)?;
             }
         }
-        self.scene.town.pass(RETURNS)?;
+        self.bucket()?.heal();
+        self.scene.town.pass(RETURNS.max(bucket::IN_USE))?;
         self.scene.quiet()?;
         self.scene.hear()?;
         self.scene.converge()?;
+        let looking = self.bucket()?.look();
+        self.spawn(looking);
+        self.scene.quiet()?;
         self.scene.read_everything()
     }
 

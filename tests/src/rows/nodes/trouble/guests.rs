@@ -140,8 +140,19 @@ impl Guest {
         order: Order,
         deadline: Option<Nanos>,
     ) -> Vec<u32> {
-        let begun = self.now();
         let Some(into) = self.memory(keys.len()).await else { return Vec::new() };
+        self.read_into(what, (keys, into), order, deadline).await
+    }
+
+    /// The same into this memory.
+    pub(super) async fn read_into(
+        &self,
+        what: &str,
+        (keys, into): (&[BlockKey], Placed),
+        order: Order,
+        deadline: Option<Nanos>,
+    ) -> Vec<u32> {
+        let begun = self.now();
         let (group, coordinate) = pages();
         let request = ReadRequest {
             order,
