@@ -112,7 +112,7 @@ fn modified_ms(file: &fs::Metadata) -> u64 {
 /// A name that no process draws a second time: several on different machines write into one folder, and their numbers may be the same.
 #[allow(
     clippy::disallowed_types,
-    reason = "names of real files, which other machines make too: no run replays them"
+    reason = "random names of files that several machines create: not simulated"
 )]
 fn partial() -> String {
     let draw = || std::hash::RandomState::new().hash_one(std::process::id());

@@ -8,7 +8,7 @@
 )]
 #![allow(
     clippy::disallowed_methods,
-    reason = "a bucket is outside of the simulation: the tier above it has the seams"
+    reason = "buckets are not simulated: the crate of the cold tier has the interfaces for a simulation"
 )]
 
 #[cfg(feature = "s3")]

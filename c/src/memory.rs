@@ -21,7 +21,7 @@ pub(crate) struct Memory {
     /// Whether offsets of stretches are offsets in it.
     is_pool: bool,
     /// Of registered memory alone.
-    #[allow(dead_code, reason = "its end is what it is for")]
+    #[allow(dead_code, reason = "the field is never read: dropping it ends the registration")]
     registered: Option<Registered>,
 }
 

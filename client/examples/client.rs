@@ -35,7 +35,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (blocks, bytes) = (keys.len() as u32, usize::try_from(shape.block_bytes())? * keys.len());
 
     // On the server's host, the server's disks write directly into this memory. On other hosts it is ordinary memory.
-    let pool = SharedBuf::new(&client.pool(bytes)?, 0, bytes).ok_or("the pool is smaller than the blocks")?;
+    let pool =
+        SharedBuf::new(&client.pool(bytes)?, 0, bytes).ok_or("the pool is too small for the blocks")?;
     pool.fill(0x5a);
     let from = Placed::blocks(&shape, pool.clone(), blocks)?;
     let put = PutRequest::prompt(namespace, group, coordinate, keys.clone(), from);

@@ -38,17 +38,18 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Keys are any 32 bytes.
     let keys: Vec<BlockKey> = (1..=16).map(|n| BlockKey([n; 32])).collect();
     let bytes = usize::try_from(PAGE_BYTES)? * keys.len();
-    let pool = SharedBuf::new(&client.pool(bytes)?, 0, bytes).ok_or("the pool is smaller than the blocks")?;
+    let pool =
+        SharedBuf::new(&client.pool(bytes)?, 0, bytes).ok_or("the pool is too small for the blocks")?;
     let places = Placed::blocks(&BlockShape::opaque(PAGE_BYTES)?, pool.clone(), keys.len() as u32)?;
 
     pool.fill(0x5a);
     pages.submit_put(&keys, &places)?;
     println!("put: {} pages written", completion(&pages)?.written);
     pages.submit_exists(&keys)?;
-    println!("exists: the first {} are here", completion(&pages)?.usable_prefix());
+    println!("exists: the first {} pages are stored", completion(&pages)?.usable_prefix());
     pool.fill(0);
     pages.submit_get(&keys, &places)?;
-    println!("get: the first {} are complete and verified", completion(&pages)?.usable_prefix());
+    println!("get: the first {} pages are complete and verified", completion(&pages)?.usable_prefix());
     pages.close();
     Ok(())
 }

@@ -152,7 +152,7 @@ impl<'a> Arrival<'a> {
 
     /// Puts what belongs into the next chunk there; gives the rest.
     fn place<'b>(&mut self, bytes: &'b [u8]) -> Result<&'b [u8], Reason> {
-        let wrong = Reason::Bug("the server sent more data than the range of the read");
+        let wrong = Reason::Bug("the server sent more data than the read requested");
         let Some(range) = &mut self.range else { return Err(wrong) };
         let found = match self.request.order {
             Order::Blocks => {

@@ -39,7 +39,10 @@ pub(super) fn of_io(server: impl fmt::Display, error: &io::Error) -> Reason {
 }
 
 /// What lets this process connect to a socket that it may not write to.
-#[allow(clippy::disallowed_methods, reason = "a socket's owner is asked for after the kernel refused it")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "looks up the owner of a socket after the kernel refused access to the socket"
+)]
 fn how_to_get_in(socket: &Path) -> String {
     let Ok(found) = std::fs::symlink_metadata(socket) else {
         return "this user cannot enter a directory on the path of the socket: allow this user to enter it \
@@ -58,7 +61,10 @@ fn how_to_get_in(socket: &Path) -> String {
 }
 
 /// A user or group by its name and number, as far as the file of them knows it.
-#[allow(clippy::disallowed_methods, reason = "as above")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "reads the names of users and groups after the kernel refused access to a socket"
+)]
 fn named(file: &str, number: u32) -> String {
     let known = std::fs::read_to_string(file).unwrap_or_default();
     let mut fields = known.lines().map(|line| line.split(':'));

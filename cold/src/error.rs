@@ -43,7 +43,9 @@ impl fmt::Display for ColdError {
         match self {
             Self::Bucket(name, fault) => write!(f, "{name}: {fault}"),
             Self::Paused => f.write_str("requests to the bucket are paused after repeated failures"),
-            Self::Budget(what) => write!(f, "the daily budget of {what} is used up until midnight UTC"),
+            Self::Budget(what) => {
+                write!(f, "the daily budget of {what} is used up: retry after midnight UTC")
+            }
             Self::Object(name, error) => write!(f, "{name}: {error}"),
             Self::Full(namespace) => {
                 write!(f, "the manifest of namespace {namespace} is full and cannot list more packs")

@@ -5,7 +5,7 @@
 //! other, each in canonical form: `[layer][part]`.
 //!
 //! Exit code 1 means that the server answered and something that was asked for is not there, or was not done.
-#![allow(clippy::disallowed_methods, reason = "commands of a person: files of the person's")]
+#![allow(clippy::disallowed_methods, reason = "commands run by a user: the files belong to that user")]
 
 mod admin;
 mod beyond;
@@ -206,7 +206,9 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
     match &found.plan {
         Some(planned) => planned::show(planned, out)?,
         None if times.is_some() => {
-            return Err(Failure::user("this server is older than this program and cannot make plans"));
+            return Err(Failure::user(
+                "this server is older than this program and cannot make plans: update the server",
+            ));
         }
         None => {}
     }

@@ -3,7 +3,10 @@
 //!
 //! Exit codes: 0 done, 1 it stopped at damage that it met on the way, 2 it could not be done; nothing is lost either way.
 //! The report goes to standard output, progress to standard error and only if that is a terminal.
-#![allow(clippy::disallowed_methods, reason = "an offline command: it times itself on a real machine")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "an offline command, which measures its own time on a real machine"
+)]
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -56,7 +59,7 @@ pub(crate) struct CompactArgs {
     /// Rewrite segments with less than this percentage of live bytes
     #[arg(long, default_value_t = 90, requires = "directories", value_parser = clap::value_parser!(u8).range(1..=100))]
     utilisation: u8,
-    /// Layout of the payloads
+    /// Layout of the payloads of records
     #[arg(long, value_enum, requires = "directories", default_value_t = LayoutName::Keep)]
     layout: LayoutName,
     /// Do not merge small records
@@ -65,7 +68,7 @@ pub(crate) struct CompactArgs {
     /// Compress records without recent use, if the compressed records are smaller
     #[arg(long, requires = "directories")]
     zstd: bool,
-    /// With --zstd: the time without use, in seconds
+    /// With --zstd: how long a record must have been unused, in seconds
     #[arg(long, default_value_t = 86_400, requires = "zstd")]
     cold_after: u64,
     /// Extra disk space in each directory during compaction, in MiB [default: most of the free space]

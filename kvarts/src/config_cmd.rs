@@ -59,7 +59,7 @@ pub(crate) fn run(arguments: &ConfigArgs, out: &mut dyn Write) -> Result<(), Fai
                 let told = json!({ "good": true, "settings": settings, "access": access });
                 return Ok(writeln!(out, "{told:#}")?);
             }
-            Ok(writeln!(out, "good: {settings} settings are set, {access}")?)
+            Ok(writeln!(out, "the configuration is valid: {settings} settings are set, {access}")?)
         }
         ConfigCommand::Show(show) => show_settings(show, out),
         ConfigCommand::Token(token) => new_token(token.json, out),
@@ -93,12 +93,12 @@ fn show_settings(arguments: &ShowArgs, out: &mut dyn Write) -> Result<(), Failur
     }
     write!(out, "{table}")?;
     writeln!(out, "access: {}\n", doors(&config))?;
-    let mut table = Table::new(&[("MEMORY", Align::Left), ("AT MOST", Align::Right), ("BY", Align::Left)]);
+    let mut table = Table::new(&[("MEMORY", Align::Left), ("LIMIT", Align::Right), ("SETTING", Align::Left)]);
     for part in &parts {
         let by = part.setting.unwrap_or("fixed");
         table.row([part.what.to_owned(), human::bytes(part.bytes), by.to_owned()]);
     }
-    table.row(["in all".to_owned(), human::bytes(all), String::new()]);
+    table.row(["total".to_owned(), human::bytes(all), String::new()]);
     Ok(write!(out, "{table}")?)
 }
 

@@ -5,7 +5,7 @@
 //! while what has arrived is already being used; a byte is flipped on disk, and found by the reader and by the checker.
 #![allow(
     clippy::disallowed_methods,
-    reason = "a demonstration on a real machine: it times, starts processes and damages a file of its own"
+    reason = "a demonstration, which measures times, starts processes and damages a file that it created"
 )]
 
 mod cluster;

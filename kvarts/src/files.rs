@@ -68,7 +68,7 @@ pub(crate) struct Partial {
     target: PathBuf,
 }
 
-#[allow(clippy::disallowed_methods, reason = "a file of the user's, outside any store")]
+#[allow(clippy::disallowed_methods, reason = "the file belongs to the user and is outside every store")]
 impl Partial {
     /// Begins a file beside its target.
     pub(crate) fn new(target: &Path) -> Result<Self, Failure> {
@@ -117,7 +117,7 @@ impl Partial {
     }
 }
 
-#[allow(clippy::disallowed_methods, reason = "a file of the user's, outside any store")]
+#[allow(clippy::disallowed_methods, reason = "the file belongs to the user and is outside every store")]
 impl Drop for Partial {
     fn drop(&mut self) {
         // Under its own name it is whole, or was never finished.
@@ -128,7 +128,7 @@ impl Drop for Partial {
 }
 
 /// A file for bytes that no other process sees and that go with it, in the folder for temporary files.
-#[allow(clippy::disallowed_methods, reason = "a file of the user's, outside any store")]
+#[allow(clippy::disallowed_methods, reason = "the file belongs to the user and is outside every store")]
 pub(crate) fn temporary() -> Result<File, Failure> {
     let folder = std::env::temp_dir();
     let file = without_name(&folder, OFlags::RDWR).or_else(|_| removed(&folder));
@@ -142,7 +142,7 @@ pub(crate) fn temporary() -> Result<File, Failure> {
 }
 
 /// The same where a file system has no files without a name.
-#[allow(clippy::disallowed_methods, reason = "a file of the user's, outside any store")]
+#[allow(clippy::disallowed_methods, reason = "the file belongs to the user and is outside every store")]
 fn removed(folder: &Path) -> io::Result<File> {
     let path = beside(&folder.join("kvarts"));
     let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path)?;
@@ -172,7 +172,7 @@ fn cannot(path: &Path, error: &io::Error) -> Failure {
     Failure::User(format!("{}: {}", path.display(), reason(error)))
 }
 
-#[allow(clippy::disallowed_methods, reason = "a file of the user's, outside any store")]
+#[allow(clippy::disallowed_methods, reason = "the file belongs to the user and is outside every store")]
 fn open(path: &Path) -> io::Result<File> {
     File::open(path)
 }
@@ -187,7 +187,7 @@ fn reason(error: &io::Error) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::disallowed_methods, reason = "files of the user's, outside any store")]
+#[allow(clippy::disallowed_methods, reason = "the files belong to the user and are outside every store")]
 mod tests {
     use super::*;
 

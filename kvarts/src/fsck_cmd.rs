@@ -3,7 +3,10 @@
 //! Exit codes: 0 clean, 1 problems found, 2 the check could not be made or its report not be written, 141 the reader of
 //! the report went away: only a report that was told in full says that a store is clean. The report goes to standard output,
 //! progress to standard error and only if that is a terminal.
-#![allow(clippy::disallowed_methods, reason = "an offline command: it times itself on a real machine")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "an offline command, which measures its own time on a real machine"
+)]
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
@@ -192,7 +195,7 @@ fn write_repair(report: &RepairReport, json: bool, out: &mut dyn Write) -> Resul
     for action in &report.actions {
         writeln!(out, "  {action}")?;
     }
-    let then = if report.dry_run { "The store before the repair:" } else { "Checked again:" };
+    let then = if report.dry_run { "The store before the repair:" } else { "Result of a second check:" };
     writeln!(out, "{then}")?;
     out.write_all(report.report.text().as_bytes())?;
     write_counts(&report.report, out)
@@ -202,9 +205,9 @@ fn write_repair(report: &RepairReport, json: bool, out: &mut dyn Write) -> Resul
 fn write_counts(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     let mut counts = report.counts().peekable();
     if counts.peek().is_none() {
-        return Ok(writeln!(out, "By label: no finding remains.")?);
+        return Ok(writeln!(out, "Findings by label: none.")?);
     }
-    writeln!(out, "By label:")?;
+    writeln!(out, "Findings by label:")?;
     for (label, times, severity) in counts {
         writeln!(out, "  {:>8}  {}  {label}", human::grouped(times), severity.label())?;
     }

@@ -25,7 +25,7 @@ pub(crate) struct GpuArgs {
 
 #[derive(Subcommand, Debug)]
 enum GpuCommand {
-    /// Describe a device, measure copies by size of their pieces, and choose the mode of cuFile
+    /// Describe a device, measure copies with pieces of several sizes, and choose the mode of cuFile
     Probe(ProbeArgs),
 }
 

@@ -53,7 +53,7 @@ fn found(beside: Option<&Path>, search: Option<OsString>) -> Option<PathBuf> {
 }
 
 #[cfg(test)]
-#[allow(clippy::disallowed_methods, reason = "files of a program, not of a store")]
+#[allow(clippy::disallowed_methods, reason = "the files belong to a program, not to a store")]
 mod tests {
     use super::*;
 

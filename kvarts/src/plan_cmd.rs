@@ -1,5 +1,5 @@
 //! `kvarts plan`: what restoring a prefix is worth, and where a request should go.
-#![allow(clippy::disallowed_methods, reason = "reads samples and nodes that the user wrote down")]
+#![allow(clippy::disallowed_methods, reason = "reads files with samples and nodes that the user wrote")]
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -64,7 +64,7 @@ struct EngineArgs {
     /// A device: a100, h100, h200, h20, b200 or l40s
     #[arg(long, default_value = "h100")]
     device: String,
-    /// Devices that share the work
+    /// Number of devices that share the work
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     devices: u32,
 }
@@ -76,7 +76,7 @@ struct RestoreArgs {
     /// Tokens of the prompt
     #[arg(long, default_value_t = 32_768, value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
     tokens: u64,
-    /// Leading tokens that are stored
+    /// Number of leading tokens that are stored
     #[arg(long, default_value_t = 28_672)]
     stored: u64,
     /// Number of the stored tokens that are in the host's memory
@@ -132,7 +132,7 @@ pub(crate) fn overlap(text: &str) -> Result<Overlap, String> {
 struct RouteArgs {
     /// `{"prompt_tokens": n, "model": name, "device": name, "devices": n, "owner": [node, tokens], "nodes": [..]}`
     file: PathBuf,
-    /// List the costs of every candidate
+    /// List the costs of every candidate node
     #[arg(long)]
     explain: bool,
     /// Print JSON
@@ -378,7 +378,7 @@ pub(crate) fn show(plan: &Plan, told: &Told, out: &mut dyn Write) -> Result<(), 
         ("load: wait for the first layer", plan.load_ms),
         ("stall: waits for the other layers", plan.stall_ms),
         ("recompute: tokens computed again", plan.recompute_ms),
-        ("compute: all computing", plan.compute_ms),
+        ("compute: total computing time", plan.compute_ms),
         ("time to the first token", plan.ttft_ms),
         ("time with nothing restored", plan.from_nothing_ms),
         ("time with blocks in device memory", plan.held_ms),

@@ -104,8 +104,8 @@ fn clients_of_a_server_read_what_they_put_as_blocks_and_as_pages() {
         example("pages", &endpoint),
         [
             "put: 16 pages written",
-            "exists: the first 16 are here",
-            "get: the first 16 are complete and verified"
+            "exists: the first 16 pages are stored",
+            "get: the first 16 pages are complete and verified"
         ]
     );
     drop(server);

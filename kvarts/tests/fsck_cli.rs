@@ -114,7 +114,7 @@ fn a_repair_says_what_it_would_do_does_it_and_is_clean_then() {
     let (code, out, _) = fsck(&store.0, &["--repair", "--dry-run"]);
     assert!(code == 1 && out.contains("A repair would do this:") && out.contains("slot 0"), "{code} {out}");
     assert!(out.contains("`kvarts fsck --repair DIR`") && !out.contains("--dry-run"), "{out}");
-    assert!(out.contains("By label:\n         1  problem  superblock-slot-damaged\n"), "{out}");
+    assert!(out.contains("Findings by label:\n         1  problem  superblock-slot-damaged\n"), "{out}");
     assert_eq!(std::fs::read(&path).unwrap(), bytes, "a dry run writes nothing");
     assert!(!store.0.join("lock").exists(), "nor does it make a lock");
     let (code, out, _) = fsck(&store.0, &["--repair", "--json"]);
@@ -124,7 +124,7 @@ fn a_repair_says_what_it_would_do_does_it_and_is_clean_then() {
     assert_eq!(std::fs::read(&path).unwrap(), whole);
     let (code, out, _) = fsck(&store.0, &["--repair"]);
     assert!(code == 0 && out.contains("No repair is needed"), "{out}");
-    assert!(out.ends_with("By label: no finding remains.\n"), "{out}");
+    assert!(out.ends_with("Findings by label: none.\n"), "{out}");
     assert_eq!(fsck(&store.0, &["--dry-run"]).0, 2);
 }
 

@@ -540,7 +540,7 @@ fn a_check_refuses_what_a_start_refuses() {
     let nowhere = ["--listen-grpc", "none", "--listen-metrics", "none"];
     std::fs::write(scratch.0.join("file"), "").unwrap();
     for (arguments, expected) in [
-        (&["--budget", "90"][..], "store.budget: 90 means 90 B: write 90% of the disks, or 90G"),
+        (&["--budget", "90"][..], "store.budget: 90 means 90 B: write 90% for a part of the disks, or 90G"),
         (
             &["--budget", "16M"],
             "store.budget: 16 MiB is too small: the store needs four segments, so use \
@@ -668,7 +668,10 @@ fn a_configuration_is_checked_and_shown_without_starting_anything() {
     assert_eq!(memory["bytes"], all);
     let requests = parts.iter().find(|part| part["setting"] == "limits.memory").unwrap();
     assert_eq!(requests["bytes"], 256u64 << 20);
-    assert!(text(&kvarts(&["config", "check", "--config", path]).stdout).starts_with("good: "));
+    assert!(
+        text(&kvarts(&["config", "check", "--config", path]).stdout)
+            .starts_with("the configuration is valid: ")
+    );
     let open = kvarts(&["config", "check", "--listen-grpc", "0.0.0.0:7440"]);
     assert_eq!(open.status.code(), Some(2));
     assert!(text(&open.stderr).contains("anyone may read and write"));

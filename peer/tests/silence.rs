@@ -116,8 +116,7 @@ async fn a_list_that_is_not_written_is_told_to_who_deletes_and_counts_when_it_is
         let target = Target::Keys { column: None, keys: vec![key(number)] };
         node.delete(DeleteRequest { namespace: stage.namespace, target, deadline: None })
     };
-    for (number, what) in [(1, "has not been written for 10 s"), (2, "has accepted no other entry for 10 s")]
-    {
+    for (number, what) in [(1, "has not been written for 10 s"), (2, "has accepted no new entry for 10 s")] {
         let told = delete(number).await.unwrap_err().to_string();
         assert!(told.contains("the list of deletes") && told.contains(what), "{told}");
     }

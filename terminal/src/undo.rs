@@ -3,7 +3,7 @@
 //! What would outlast the process (a directory, a socket elsewhere, a server, a network) is an [`Undo`]: it is undone when the value is
 //! dropped. SIGINT, SIGTERM and SIGHUP undo all that is there, the newest first, and end the process with 128 and the signal's
 //! number as its exit code, as a shell says it of a program that a signal ended. Only a SIGKILL leaves something behind.
-#![allow(clippy::disallowed_methods, reason = "commands clear up on the real machine")]
+#![allow(clippy::disallowed_methods, reason = "commands remove their unfinished files on the real machine")]
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};

@@ -5,8 +5,8 @@
 pub const MODELS_IN_USE: &str =
     "the tenant's limit of models is reached, and calls or leases use all models (end leases)";
 /// No room for a model: the store remembers as many of the tenant as it may.
-pub const MODELS_REMEMBERED: &str = "the store's limit of models of this tenant is reached (delete models; \
-    after a restart models without blocks no longer count)";
+pub const MODELS_REMEMBERED: &str = "the store's limit of models for this tenant is reached (delete models; \
+    a restart removes models without blocks)";
 /// The tenant has as many leases as it may.
 pub const LEASES: &str = "the tenant's limit of leases is reached (end leases)";
 /// The tenant has as many sessions, or leases of them, as it may.
@@ -23,14 +23,14 @@ pub const CONNECTIONS: &str = "the tenant's limit of connections is reached, and
     a call under way (retry later)";
 /// A connection has one of the places that are kept.
 pub const KEPT_CONNECTIONS: &str =
-    "the limit of connections is reached; the rest is reserved for administrators";
+    "the limit of connections is reached; the remaining connections are reserved for administrators";
 
 /// The tenant's clients keep files whose pages the kernel charges to the server.
 pub const MEMORY_KEPT: &str = "clients of this tenant keep too much shared memory that is charged to the memory limit of the server (end \
     clients that no longer need their memory, and write to the whole of a file before it is shared)";
 
 /// Only another node of the cluster has a block, and there is no connection to it.
-pub const PEER_AWAY: &str = "the connection to the cluster node that has the block failed";
+pub const PEER_AWAY: &str = "this server has no connection to the cluster node that stores the block";
 /// Only another node of the cluster has a block, and nothing of it came.
 pub const PEER_SILENT: &str = "the cluster node that has the block did not send the block";
 

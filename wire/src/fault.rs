@@ -304,7 +304,7 @@ pub fn reason(error: &proto::Error) -> Reason {
         R::LeaseEnded => Reason::LeaseEnded,
         R::EventGap => Reason::EventGap,
         R::Config | R::Malformed | R::NotBuilt => Reason::Config(what()),
-        R::Bug => Reason::Bug("the server found a defect in itself"),
+        R::Bug => Reason::Bug("the server reported an internal error"),
         R::Unspecified => of_kind(error.kind(), what()),
     }
 }
@@ -335,7 +335,7 @@ fn of_kind(kind: proto::Kind, what: String) -> Reason {
         proto::Kind::Invalid => Reason::Config(what),
         proto::Kind::Deadline => Reason::DeadlinePassed,
         proto::Kind::ReadOnly => Reason::Latched(LatchCause::Remote(what)),
-        proto::Kind::Bug => Reason::Bug("the server found a defect in itself"),
+        proto::Kind::Bug => Reason::Bug("the server reported an internal error"),
     }
 }
 

@@ -56,7 +56,7 @@ impl TileSource for LinkTiles {
         let request = request.tile(tile, into)?;
         let places = inner.places(&request.into, shape, &tile.layers);
         let places =
-            places.ok_or(Reason::Bug("a window of the read or put is not shared with the server"))?;
+            places.ok_or(Reason::Bug("a memory window of the read or put is not shared with the server"))?;
         // A reader of tiles looks at the time itself.
         let timeout = (inner.timeout_us(request.deadline), None);
         let part = Some(Part { origins: Arc::clone(origins), first: tile.blocks.start });
@@ -125,7 +125,7 @@ async fn copy_all(
     (order, into): (Order, &Placed),
     sink: &ReadSink,
 ) -> Result<(), Stop> {
-    let windows = link.windows.get().cloned().ok_or(Reason::Busy("the list of windows is empty"))?;
+    let windows = link.windows.get().cloned().ok_or(Reason::Busy("the list of memory windows is empty"))?;
     let bytes_of = |tile: &Tile, shape: &BlockShape| {
         usize::try_from(tile.bytes(shape)).map_err(|_| Reason::TooMany("bytes"))
     };
@@ -211,7 +211,8 @@ async fn pieces(
         if reply.is_cancelled() {
             return Err(Reason::Busy("the put was cancelled"));
         }
-        let windows = link.windows.get().cloned().ok_or(Reason::Busy("the list of windows is empty"))?;
+        let windows =
+            link.windows.get().cloned().ok_or(Reason::Busy("the list of memory windows is empty"))?;
         let bytes = usize::try_from(shape.block_bytes()).unwrap_or(usize::MAX).saturating_mul(keys.len());
         let memory = windows.take(bytes).await.ok_or(Reason::TooMany("bytes"))?.share();
         let from = Placed::blocks(shape, memory, keys.len() as u32)?;
@@ -224,8 +225,9 @@ async fn pieces(
         let piece = piece(request, number * each, keys.len(), from);
         let (reply, answer) = ticket();
         let places = inner.places(&piece.from, shape, &(0..shape.layers().len() as u32));
-        let places =
-            places.ok_or(Reason::Bug("a window of the read or put is not shared with the server"))?.wire;
+        let places = places
+            .ok_or(Reason::Bug("a memory window of the read or put is not shared with the server"))?
+            .wire;
         // What cannot be sent is answered with why.
         let message = inner.put_message(&piece, places, crc32);
         let _ = link.put(&message, piece.from, None, reply);

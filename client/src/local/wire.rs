@@ -266,7 +266,7 @@ impl Calls {
 }
 
 fn gone(error: &io::Error) -> Reason {
-    tracing::debug!(%error, "the connection of local look-ups broke");
+    tracing::debug!(%error, "the connection for local look-ups broke");
     GONE
 }
 

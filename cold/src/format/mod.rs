@@ -110,7 +110,7 @@ impl fmt::Display for FormatError {
             }
             Self::Damaged => f.write_str("the object is damaged: its bytes do not match their digest"),
             Self::Rule(rule) => write!(f, "the object violates a rule of the format ({rule})"),
-            Self::Frame(error) => write!(f, "a frame: {error}"),
+            Self::Frame(error) => write!(f, "a frame of the object is not valid: {error}"),
             Self::Block(bad) => write!(f, "{bad}"),
         }
     }

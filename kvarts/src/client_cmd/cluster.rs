@@ -58,7 +58,7 @@ fn show(status: &proto::ClusterStatusReply, out: &mut dyn Write) -> Result<(), F
         ("zone", Align::Left),
         ("state", Align::Left),
         ("directory", Align::Right),
-        ("read from it", Align::Right),
+        ("read from node", Align::Right),
         ("rate", Align::Right),
         ("queue", Align::Right),
     ];

@@ -35,7 +35,7 @@ pub(crate) struct PinArgs {
     /// List pins, and leases of look-ups, instead of making a pin
     #[arg(long, conflicts_with_all = ["tokens", "keys", "release"])]
     list: bool,
-    /// With --list: list the pins of all tenants; needs the right `admin`
+    /// With --list: list the pins of all tenants; requires the right `admin`
     #[arg(long, requires = "list")]
     all_tenants: bool,
     #[command(flatten)]
@@ -85,7 +85,7 @@ pub(crate) fn pin(arguments: &PinArgs, out: &mut dyn Write) -> Result<(), Failur
             )?;
         }
     } else {
-        writeln!(out, "none of the blocks is stored: no block is pinned")?;
+        writeln!(out, "none of the blocks is stored, so no block was pinned")?;
     }
     if held as usize == subject.keys.len() && !is_cut { Ok(()) } else { Err(Failure::Problems) }
 }

@@ -19,10 +19,10 @@ pub(super) struct PlanArgs {
     /// Show which part of the prefix loads faster than the engine computes it; times come from the data sheet of --device, from --samples, or both
     #[arg(long)]
     plan: bool,
-    /// For --plan: a device: a100, h100, h200, h20, b200 or l40s
+    /// For --plan: the engine's device: a100, h100, h200, h20, b200 or l40s
     #[arg(long, requires = "plan")]
     device: Option<String>,
-    /// For --plan: devices that share the work
+    /// For --plan: number of devices that share the work
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024), requires = "plan")]
     devices: u32,
     /// For --plan: a file of measured prefills, in the format of `kvarts plan calibrate`

@@ -24,7 +24,7 @@ pub(crate) struct SessionArgs {
 
 #[derive(Subcommand, Debug)]
 enum What {
-    /// List the sessions of the token's tenant, each with its blocks, its base and the end of its lease
+    /// List the sessions of the token's tenant, each with its blocks, the session it was forked from, and the end of its lease
     List(ListArgs),
 }
 
@@ -54,7 +54,7 @@ pub(crate) fn session(arguments: &SessionArgs, out: &mut dyn Write) -> Result<()
         ("LEASES", Align::Right),
         ("FORKS", Align::Right),
         ("ENDS IN", Align::Right),
-        ("STANDS ON", Align::Left),
+        ("FORKED FROM", Align::Left),
         ("MODEL", Align::Left),
     ];
     let mut table = Table::new(&columns);

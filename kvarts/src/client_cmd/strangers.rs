@@ -58,7 +58,7 @@ fn hint(identity: &Identity, known: &[Listed]) -> Option<String> {
 fn in_words(difference: &Difference) -> String {
     match difference.field.as_str() {
         "spec_fingerprint" => {
-            "the shape of its state (stored with another --model or --page-bytes)".to_owned()
+            "the shape of the model's state (stored with another --model or --page-bytes)".to_owned()
         }
         _ => difference.to_string(),
     }

@@ -48,7 +48,7 @@ pub(crate) struct ServerArgs {
     /// A file that holds the token [default: $KVARTS_TOKEN_FILE]
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// For https: the authority of the server's certificate, a PEM file
+    /// For https: the certificate of the authority (CA) that signed the server's certificate, a PEM file
     #[arg(long, value_name = "FILE")]
     authority: Option<PathBuf>,
     /// For a socket with a token: the user id of the server, if the server runs neither as your user nor as root
@@ -155,7 +155,7 @@ pub(crate) struct KeyArgs {
     /// A file with the tokens of the prompt as numbers, or `-` for standard input; a last, incomplete block is left out
     #[arg(long, value_name = "FILE", conflicts_with = "keys")]
     tokens: Option<PathBuf>,
-    /// A file of keys, 64 hexadecimal digits a line, for flat pages in any order
+    /// A file of keys for flat pages, in any order: 64 hexadecimal digits on each line
     #[arg(long, value_name = "FILE")]
     keys: Option<PathBuf>,
 }
@@ -202,8 +202,7 @@ impl Subject {
             }
             _ => {
                 return Err(Failure::user(
-                    "--tokens FILE or --keys FILE is required: the file gives the \
-                blocks",
+                    "--tokens FILE or --keys FILE is required: the file determines the blocks",
                 ));
             }
         };
@@ -225,7 +224,7 @@ impl Subject {
         let file = model.identity.as_ref().ok_or_else(|| {
             Failure::user(
                 "--identity FILE is required: the file gives the model, revision and engine of the bytes; \
-                `kvarts identity` writes one",
+                `kvarts identity` writes a template",
             )
         })?;
         let (geometry, spec) = match (&model.model, model.page_bytes) {

@@ -15,7 +15,7 @@ use crate::offline::write_json;
 /// The arguments of `cold fsck`.
 #[derive(Args, Debug)]
 pub(super) struct FsckArgs {
-    /// Only this namespace
+    /// Check only this namespace
     #[arg(long, value_name = "ID")]
     namespace: Option<NamespaceId>,
     /// Check manifests, indexes and lengths only, without reading blocks
@@ -121,7 +121,7 @@ fn write_text(report: &Report, arguments: &FsckArgs, out: &mut dyn Write) -> Res
     if report.deletes > 0 {
         writeln!(
             out,
-            "{} deletes of keys are recorded, so that no push restores the deleted blocks.",
+            "{} deletes of keys are recorded, so that no push uploads the deleted blocks again.",
             grouped(report.deletes)
         )?;
     }

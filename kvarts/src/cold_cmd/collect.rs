@@ -18,7 +18,7 @@ use crate::sizes;
 /// The arguments of `cold gc`.
 #[derive(Args, Debug)]
 pub(super) struct GcArgs {
-    /// Only this namespace
+    /// Delete packs of this namespace only
     #[arg(long, value_name = "ID")]
     namespace: Option<NamespaceId>,
     /// Delete packs that were added more than this time ago, such as 30d

@@ -27,7 +27,7 @@ pub(super) struct RestoreArgs {
     /// Restore only this namespace
     #[arg(long, value_name = "ID", conflicts_with = "all", required_unless_present = "all")]
     namespace: Option<NamespaceId>,
-    /// All namespaces of the bucket
+    /// Restore all namespaces of the bucket
     #[arg(long)]
     all: bool,
     #[command(flatten)]

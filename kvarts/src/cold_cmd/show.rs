@@ -122,8 +122,8 @@ fn write_list(Namespaces { namespaces, problems }: &Namespaces, out: &mut dyn Wr
         ("namespace", Align::Left),
         ("packs", Align::Right),
         ("blocks", Align::Right),
-        ("blocks take", Align::Right),
-        ("in the bucket", Align::Right),
+        ("payload bytes", Align::Right),
+        ("stored bytes", Align::Right),
         ("to be deleted", Align::Right),
         ("changed", Align::Right),
     ];
@@ -178,8 +178,8 @@ pub(super) fn stat(arguments: &StatArgs, out: &mut dyn Write) -> Result<(), Fail
         ("pack", Align::Left),
         ("artifacts", Align::Right),
         ("blocks", Align::Right),
-        ("blocks take", Align::Right),
-        ("in the bucket", Align::Right),
+        ("payload bytes", Align::Right),
+        ("stored bytes", Align::Right),
         ("added", Align::Right),
     ];
     let mut table = Table::new(&columns);

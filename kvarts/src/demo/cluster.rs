@@ -329,7 +329,7 @@ fn show(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
         granted,\n   under token {next_epoch}.{next}.",
         story.while_it_is_leased, story.owner_seconds
     )?;
-    writeln!(out, "\n{:.1} s in all.", story.seconds)?;
+    writeln!(out, "\n{:.1} s in total.", story.seconds)?;
     Ok(())
 }
 

@@ -61,8 +61,8 @@ pub(super) fn look(directory: &Path, probe: u64) -> Vec<Finding> {
 
 fn file_system(name: &str, magic: u64) -> Finding {
     let check = format!("{name}: file system");
-    let local =
-        "use a local ext4 or XFS: a store cannot rely on locks, direct I/O and flushes of this file system";
+    let local = "use a local ext4 or XFS file system: a store cannot rely on locks, direct I/O and flushes \
+        of this file system";
     match magic {
         0xEF53 => Finding::good(check, "ext4"),
         0x5846_5342 => Finding::good(check, "XFS"),
@@ -109,7 +109,7 @@ fn holes(name: &str, file: &File) -> Finding {
     });
     let check = format!("{name}: holes");
     match made {
-        Ok(()) => Finding::good(check, "can be punched"),
+        Ok(()) => Finding::good(check, "holes can be punched"),
         Err(why) => Finding::better(
             check,
             format!("the file system cannot punch holes: {why}"),
@@ -125,7 +125,7 @@ fn direct_io(name: &str, opened: io::Result<()>) -> Finding {
         Err(error) => Finding::better(
             check,
             format!("no: {error}"),
-            "reads go through the kernel's cache and need a second copy: use ext4 or XFS",
+            "reads go through the page cache and copy the data once more: use ext4 or XFS",
         ),
     }
 }
@@ -190,8 +190,8 @@ fn speed(name: &str, bytes: u64, times: io::Result<(Duration, Duration)>) -> Fin
         Finding::better(
             check,
             found,
-            "a load may be slower than computing: `kvarts plan break-even` prints the speed above which \
-            a load is faster; NVMe drives read 3,000 MiB/s and more",
+            "loading blocks may be slower than computing them: `kvarts plan break-even` prints the disk \
+            speed above which loading is faster; NVMe drives read 3,000 MiB/s and more",
         )
     } else {
         Finding::good(check, found)

@@ -46,7 +46,10 @@ pub(super) fn look(engine: &str, python: &Path) -> Finding {
 }
 
 /// The output of a program, which is killed if it runs for longer.
-#[allow(clippy::disallowed_methods, reason = "a program of this machine, for which a person waits")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "starts a program of this machine and waits for it, in a command run by a user"
+)]
 fn output_within(program: &mut Command, longest: Duration) -> io::Result<Output> {
     let mut child = program.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let pipes: [Option<Box<dyn Read + Send>>; 2] = [
@@ -72,7 +75,10 @@ fn output_within(program: &mut Command, longest: Duration) -> io::Result<Output>
 }
 
 /// What a program has said once it has ended.
-#[allow(clippy::disallowed_methods, reason = "a program of this machine, for which a person waits")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "starts a program of this machine and waits for it, in a command run by a user"
+)]
 fn gathered(
     child: &mut Child,
     told: &mpsc::Receiver<(usize, io::Result<Vec<u8>>)>,

@@ -33,7 +33,7 @@ pub(super) fn look(directories: &[PathBuf]) -> Vec<Finding> {
     ]
 }
 
-#[allow(clippy::disallowed_methods, reason = "the machine's clock is what is looked at")]
+#[allow(clippy::disallowed_methods, reason = "checks the clock of the machine")]
 fn now() -> Duration {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }
@@ -54,7 +54,8 @@ fn kernel(release: &str) -> Finding {
         (Some(_), Some(_)) => Finding::better(
             "kernel",
             found,
-            "io_uring needs Linux 5.15; on older kernels the server uses threads, at more processor time for each read",
+            "io_uring needs Linux 5.15; on older kernels the server uses threads, which need more CPU time \
+            for each read",
         ),
         _ => Finding::better(
             "kernel",
@@ -90,8 +91,8 @@ fn rings(directories: &[PathBuf]) -> Finding {
 
 /// `limit` is in bytes; nothing stands for no limit.
 fn locked(limit: Option<u64>) -> Finding {
-    let advice = "ulimit -l unlimited, LimitMEMLOCK=infinity in systemd, --ulimit memlock=-1 in containers: memory that is \
-                  registered with the kernel makes reads 3 to 10% faster";
+    let advice = "raise the limit (ulimit -l unlimited, LimitMEMLOCK=infinity in systemd, --ulimit \
+        memlock=-1 in containers): reads are 3 to 10% faster with memory that is registered with the kernel";
     match limit {
         None => Finding::good("locked memory", "unlimited"),
         Some(bytes) if bytes < LOCKED_MIN => {
@@ -102,7 +103,8 @@ fn locked(limit: Option<u64>) -> Finding {
 }
 
 fn files(limit: Option<u64>) -> Finding {
-    let advice = "ulimit -Hn 65536, LimitNOFILE=65536 in systemd: each segment file and each connection is a descriptor";
+    let advice = "raise the limit (ulimit -Hn 65536, LimitNOFILE=65536 in systemd): each segment file and \
+        each connection needs a file descriptor";
     match limit {
         None => Finding::good("open files", "unlimited"),
         Some(count) if count < FILES_MIN => Finding::bad("open files", count.to_string(), advice),
@@ -174,11 +176,11 @@ fn clock(now: Duration, source: &str) -> Finding {
     match source {
         "hpet" | "acpi_pm" | "jiffies" => Finding::better(
             "clock",
-            format!("right; source {source}"),
+            format!("the time is plausible; clock source {source}"),
             "each read of this clock is a system call: choose tsc or the hypervisor's clock (clocksource= of \
             the kernel)",
         ),
-        _ => Finding::good("clock", format!("right; source {source}")),
+        _ => Finding::good("clock", format!("the time is plausible; clock source {source}")),
     }
 }
 

@@ -108,12 +108,12 @@ pub(crate) fn table(reports: &[WindowsReport]) -> Table {
         ("WINDOWS AND STATES", Align::Left),
         ("ON DISK", Align::Right),
         ("REPLAYED, MEAN", Align::Right),
-        ("MOST", Align::Right),
+        ("REPLAYED, MAXIMUM", Align::Right),
     ]);
     for report in reports {
         let (mean, most) = match &report.replay_tokens {
             Some(Replay { mean, most }) => (grouped(*mean), grouped(*most)),
-            None => ("0 of its own".to_owned(), "all".to_owned()),
+            None => ("0 for the next turn".to_owned(), "all for other prefixes".to_owned()),
         };
         table.row([report.policy.clone(), bytes(report.bytes_for_tokens), mean, most]);
     }

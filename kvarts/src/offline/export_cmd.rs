@@ -43,13 +43,13 @@ pub(crate) struct ExportArgs {
 /// Which artifacts.
 #[derive(Args, Debug)]
 pub(crate) struct Wanted {
-    /// Only this namespace
+    /// Select only the blocks of this namespace
     #[arg(long, value_name = "ID", conflicts_with_all = ["prefix", "all"])]
     namespace: Option<NamespaceId>,
-    /// Only the prefix that ends with this key, and its descendants
+    /// Select only the prefix that ends with this key, and the descendants of the prefix
     #[arg(long, value_name = "KEY", conflicts_with = "all")]
     prefix: Option<BlockKey>,
-    /// All blocks of the store
+    /// Select all blocks of the store
     #[arg(long)]
     pub(crate) all: bool,
 }

@@ -330,8 +330,8 @@ fn write_place(view: &PlaceView, out: &mut dyn Write) -> Result<(), Failure> {
         }
     };
     say("found", Some(view.found.clone()));
-    say("claims to be", view.claims.clone());
-    say("claims to stand at", view.claimed_place.clone());
+    say("stated type", view.claims.clone());
+    say("stated position", view.claimed_place.clone());
     say("version", view.version.map(|value| value.to_string()));
     say("kind", view.kind.clone());
     say("header", view.header_bytes.map(|value| exact_bytes(value.into())));

@@ -26,7 +26,7 @@ pub(crate) struct LsArgs {
     /// Read a store in use; blocks written during the command may be missing
     #[arg(long, requires = "directory")]
     live: bool,
-    /// Only this namespace
+    /// List only the blocks of this namespace
     #[arg(long, value_name = "ID")]
     namespace: Option<NamespaceId>,
     /// Largest number of branches to show for each namespace

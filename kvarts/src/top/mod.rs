@@ -27,7 +27,7 @@ pub(crate) struct TopArgs {
     /// Seconds between two samples
     #[arg(long, value_name = "SECONDS", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=3600))]
     interval: u64,
-    /// Take two samples, print the difference, and end
+    /// Take two samples, print the difference, and exit
     #[arg(long)]
     once: bool,
     /// Print one JSON object for one interval
@@ -59,7 +59,7 @@ pub(crate) fn run(arguments: &TopArgs, out: &mut dyn Write) -> Result<(), Failur
     loop {
         let (rows, columns) = screen.size();
         let mut lines = view::lines(&seen, rows.saturating_sub(1), columns);
-        lines.push("q ends".to_owned());
+        lines.push("q quits".to_owned());
         screen.draw(&lines, out)?;
         if screen.key(interval)? == Some(Key::End) {
             return Ok(screen.leave(out)?);
@@ -75,7 +75,7 @@ pub(crate) fn run(arguments: &TopArgs, out: &mut dyn Write) -> Result<(), Failur
     }
 }
 
-#[allow(clippy::disallowed_methods, reason = "a person waits")]
+#[allow(clippy::disallowed_methods, reason = "a command run by a user, on the real clock")]
 fn pause(time: Duration) {
     std::thread::sleep(time);
 }

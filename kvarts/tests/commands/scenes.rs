@@ -251,7 +251,7 @@ const SERVERS: &[Step] = &[
     // A file of settings as on a machine where it is installed.
     lay("mkdir -p etc/kvarts run mnt/nvme mnt/nvme0 mnt/nvme1 nvme"),
     lay("printf '[store]\\nbudget = \"64 MiB\"\\nsegment = \"4 MiB\"\\n' > etc/kvarts/kvarts.toml"),
-    step("kvarts config check --config /etc/kvarts/kvarts.toml", &["good: "]),
+    step("kvarts config check --config /etc/kvarts/kvarts.toml", &["the configuration is valid: "]),
     step("kvarts config token", &["token (for the client", "hash (for [[tokens]]"]),
     step("mkdir -p /run/kvarts", &[]),
     serves("kvarts serve --dir /mnt/nvme/kvarts --listen-socket /run/kvarts/kvarts.sock")

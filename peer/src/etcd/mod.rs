@@ -204,7 +204,7 @@ async fn session(shared: &Shared, lease: &mut i64, at: &mut usize) -> Result<(),
                 }
             }
             // ends: `renew` in the arm before it, or the sender goes with the node
-            changed = taken.changed() => changed.map_err(|_| "this node stops")?,
+            changed = taken.changed() => changed.map_err(|_| "this node is stopping")?,
             changed = changes.next() => {
                 for (pair, is_there) in changed? {
                     if let Some(name) = name(shared, &pair.key) {

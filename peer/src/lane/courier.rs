@@ -77,8 +77,8 @@ impl Courier {
             }
             if told.replace(broken) != Some(broken) {
                 let Shared { address, peer, .. } = &*self.shared;
-                tracing::info!(%peer, %address, reason = %broken, "no connection to a peer could be made: \
-                    retrying");
+                tracing::info!(%peer, %address, reason = %broken, "a connection to a peer could not be \
+                    made; retrying");
             }
             self.pause(pause);
             pause = (pause * 2).min(AGAIN.1);

@@ -253,7 +253,7 @@ impl<'a> Talk<'a> {
         if magic == *MAGIC {
             Ok(())
         } else {
-            Err(Broken::Protocol("the first bytes do not belong to the protocol of nodes"))
+            Err(Broken::Protocol("the first bytes do not belong to the protocol between nodes"))
         }
     }
 

@@ -196,7 +196,9 @@ impl Nodes for Holder {
         }
         if asked.cluster != node.options.cluster {
             let own = &node.options.cluster;
-            return Err(Status::failed_precondition(format!("this node belongs to the cluster {own:?}")));
+            return Err(Status::failed_precondition(format!(
+                "this node belongs to another cluster, {own:?}"
+            )));
         }
         let lane_port = u32::from(node.lane_port);
         let members = node.members();
@@ -224,7 +226,7 @@ impl Nodes for Holder {
         self.0.footing.runner.spawn(Box::pin(async move {
             let broken = tokio::select! {
                 biased;
-                () = node.stopped() => Some(Status::unavailable("this node stops")),
+                () = node.stopped() => Some(Status::unavailable("this node is stopping")),
                 // ends: the node stops, or the other one's connection ends: the other arms
                 () = cut.notified() => Some(Status::aborted("the other node must send all of its blocks \
                     again")),

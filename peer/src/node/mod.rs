@@ -232,7 +232,7 @@ impl ClusterNode {
             host: Arc::clone(&footing.host),
         };
         let lane_server = serving(store.clone(), lane_member.clone(), options.serve)
-            .map_err(|error| format!("the port for reads of other nodes: {error}"))?;
+            .map_err(|error| format!("the port on which other nodes read from this node: {error}"))?;
         let lane_memory = Arc::clone(lane_server.memory());
         let others: Vec<NodeId> =
             members.list().iter().map(|member| member.id).filter(|id| *id != me).collect();
@@ -549,8 +549,8 @@ async fn register(node: Arc<ClusterNode>, memory: Arc<Region>) {
     // ends: an executor answers from memory, or the store is closed
     let registered = node.store.register_memory(&memory).await;
     if let Err(why) = &registered {
-        tracing::info!(%why, "the memory for reads of other nodes could not be registered with the kernel, \
-            so reads of other nodes are slower");
+        tracing::info!(%why, "the memory from which other nodes read could not be registered with the \
+            kernel, so their reads are slower");
     }
     // It is set only here.
     let _ = node.lane_registered.set(registered.is_ok());

@@ -89,7 +89,7 @@ impl ClusterNode {
         terms: Terms,
     ) -> Result<Replicated, Error> {
         // ends: copies before it end: their reads by `read`, their puts with the store's transfers (`OVERDUE`)
-        let _turn = self.copying.acquire().await.map_err(|_| Reason::Busy("this node stops"))?;
+        let _turn = self.copying.acquire().await.map_err(|_| Reason::Busy("this node is stopping"))?;
         let own = self.own_blocks(&column);
         let missing = own.iter().zip(column.keys).filter(|(here, _)| !**here);
         let missing: Vec<BlockKey> = missing.map(|(_, key)| *key).collect();
@@ -125,7 +125,7 @@ impl ClusterNode {
         let stream = self.read(request, shape, &origins)?;
         // ends: other nodes that are silent are given up by the read itself (`GIVEN_UP`)
         let end = std::future::poll_fn(|context| stream.poll_end(context)).await;
-        let end = end.map_err(|_| Reason::Busy("this node stops"))?;
+        let end = end.map_err(|_| Reason::Busy("this node is stopping"))?;
         let failed = |block: u32| end.failures.iter().any(|(at, _)| *at == block);
         let came: Vec<(u32, OriginId, Life)> = (0..blocks)
             .zip(origins.met().into_iter().zip(origins.lives()))
@@ -179,7 +179,7 @@ impl ClusterNode {
         let mut stored = 0;
         for put in puts {
             // ends: the store's transfers are given up after `OVERDUE`
-            let reply = put.await.map_err(|_| Reason::Busy("this node stops"))??;
+            let reply = put.await.map_err(|_| Reason::Busy("this node is stopping"))??;
             let outcomes = reply.outcomes.iter();
             stored += outcomes.filter(|outcome| **outcome == BlockOutcome::Stored).count() as u32;
         }

@@ -30,8 +30,8 @@ fn told(error: io::Error) -> io::Error {
     match tls {
         Some(tls) => io::Error::other(format!("{} ({tls})", credentials::told(tls))),
         None if error.kind() == io::ErrorKind::UnexpectedEof => io::Error::other(
-            "the other node closed the connection: it refused this node, or one of the two has no \
-            certificate",
+            "the other node closed the connection, because it refused this node, or because one of the two \
+            nodes has no certificate",
         ),
         None => error,
     }

@@ -67,7 +67,7 @@ pub(super) fn owners(list: &[u8], nodes: &[NodeId], names: usize) -> Result<Vec<
 
 /// Places of some of `names` names.
 pub(super) fn places(list: &[u8], names: usize) -> Result<Vec<usize>, Malformed> {
-    const WRONG: Malformed = Malformed("the list of places is not valid");
+    const WRONG: Malformed = Malformed("the list of positions is not valid");
     let (all, []) = list.as_chunks::<4>() else { return Err(WRONG) };
     if all.len() > names {
         return Err(WRONG);

@@ -561,7 +561,7 @@ impl Reading {
             self.settle(piece);
         } else {
             let blocks = part.tile.blocks.clone();
-            blocks.for_each(|block| self.fail(block, Reason::Bug("a piece has no place")));
+            blocks.for_each(|block| self.fail(block, Reason::Bug("a piece has no destination buffer")));
             self.settle(piece);
         }
     }

@@ -179,7 +179,7 @@ pub(crate) fn admit(
     })?;
     let tenant = caller.tenant.name.as_str();
     if !caller.rights.has(right) {
-        let why = format!("the token lacks the right to {right}");
+        let why = format!("the token lacks the right `{right}`");
         refused("right", tenant, &why);
         return Err(Fault::forbidden(why));
     }

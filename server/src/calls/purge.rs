@@ -30,7 +30,7 @@ fn salt(call: &Call, wire: &proto::PurgeTenantRequest) -> Outcome<TenantSalt> {
             Ok(known.map_or_else(|| salt_of(name), |tenant| tenant.salt.clone()))
         }
         _ => Err(Fault::malformed(
-            "purge_tenant: exactly one of a name, a salt of up to 64 bytes, and unsalted is required",
+            "purge_tenant: set exactly one of name, salt (at most 64 bytes) and unsalted",
         )),
     }
 }

@@ -91,8 +91,8 @@ async fn located(call: &Call, asked: &proto::route_request::Prompt, stores: usiz
     let looked_at = prompt.entries().saturating_mul(stores);
     if looked_at > MAX_MATCH_ENTRIES {
         return Err(Fault::malformed(format!(
-            "prompt: blocks times coordinates times stores are {looked_at} entries, but the limit is \
-            {MAX_MATCH_ENTRIES}"
+            "prompt: the look-up has {looked_at} entries (blocks times coordinates times stores), but the \
+            limit is {MAX_MATCH_ENTRIES}"
         )));
     }
     let Some(node) = &call.state.decided.cluster else { return Ok(prompt) };

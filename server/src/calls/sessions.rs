@@ -41,16 +41,16 @@ fn fault(refused: Refused) -> Fault {
         Refused::Unknown => Reason::LeaseEnded.into(),
         Refused::HandedOver => Fault::forbidden("the session was handed over to another node"),
         Refused::OutOfOrder { from, blocks } => Fault::malformed(format!(
-            "blocks: the first new block, or the number of blocks that a fork shares, must be {from} to \
-            {blocks}"
+            "the index of the first new block (first_block), or the number of blocks that a fork shares \
+            (blocks), must be {from} to {blocks}"
         )),
         Refused::Diverged => Fault::malformed(
-            "the given key differs from the session's block at this position, or another session has \
-            this number: fork the session instead",
+            "the given key differs from the key of the session's block at this position, or another session \
+            has this number: fork the session instead",
         ),
         Refused::Grants => Fault::malformed(
-            "the session's limit of leases is reached: extend the session from its first block that is \
-            not shared with its parent, with the keys of all blocks from there",
+            "the session's limit of leases is reached: extend the session from the first block that its \
+            parent does not share, with the keys of all blocks from there on",
         ),
         Refused::Depth => Fault::malformed("the chain of forked sessions is too long: open a new session"),
         Refused::Full => Fault::busy(busy::SESSIONS),
@@ -72,7 +72,8 @@ fn now(call: &Call) -> Duration {
 
 /// How long a session is to last.
 fn lease(call: &Call, milliseconds: u64) -> Outcome<Duration> {
-    let hold = convert::hold(milliseconds).ok_or_else(|| Fault::malformed("lease_ms: a time is required"))?;
+    let hold = convert::hold(milliseconds)
+        .ok_or_else(|| Fault::malformed("lease_ms: a duration above 0 is required"))?;
     may_hold(call, hold)?;
     Ok(hold)
 }

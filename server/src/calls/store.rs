@@ -40,7 +40,7 @@ pub(super) fn may_hold(call: &Call, hold: Duration) -> Outcome<()> {
     }
     let most = limits::READERS_LEASE_MAX.as_secs();
     Err(Fault::forbidden(format!(
-        "the token lacks the right to pin: without this right, a lease can last at most {most} s"
+        "the token lacks the right `pin`: without this right, a lease can last at most {most} s"
     )))
 }
 
@@ -201,7 +201,7 @@ pub(crate) fn unlock(call: &Call, wire: &proto::UnlockRequest) -> proto::UnlockR
 /// Holds blocks.
 pub(crate) fn pin(call: &Call, wire: proto::PinRequest) -> Outcome<proto::PinReply> {
     if wire.hold_ms == 0 {
-        return Err(Fault::malformed("hold_ms: a time is required"));
+        return Err(Fault::malformed("hold_ms: a duration above 0 is required"));
     }
     let (namespace, column, keys) = (wire.namespace, wire.column, wire.keys);
     let hold_ms = convert::hold(wire.hold_ms).map_or(0, millis);
@@ -231,7 +231,7 @@ pub(crate) fn list_pins(call: &Call, wire: &proto::ListPinsRequest) -> Outcome<p
     let (state, own) = (&call.state, &call.caller.tenant);
     if wire.of_all && !call.caller.rights.has(Right::Admin) {
         return Err(Fault::forbidden(
-            "the token lacks the right to admin, which is required to list the pins of all tenants",
+            "the token lacks the right `admin`, which is required to list the pins of all tenants",
         ));
     }
     let tenants = match wire.of_all {
@@ -256,7 +256,8 @@ pub(crate) fn list_pins(call: &Call, wire: &proto::ListPinsRequest) -> Outcome<p
 
 /// Changes when a lease of the caller's tenant ends.
 pub(crate) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::RenewReply> {
-    let hold = convert::hold(wire.hold_ms).ok_or_else(|| Fault::malformed("hold_ms: a time is required"))?;
+    let hold = convert::hold(wire.hold_ms)
+        .ok_or_else(|| Fault::malformed("hold_ms: a duration above 0 is required"))?;
     may_hold(call, hold)?;
     let ends = call.state.clock().now().plus(hold);
     let lease = call.state.leases.renew(call.caller.tenant.number, wire.lease, ends);

@@ -108,12 +108,12 @@ impl ColdTier {
         match failed {
             Some(error @ (ColdError::Bucket(..) | ColdError::Paused)) if *is_reached => {
                 let why = self.told(error);
-                tracing::warn!(%why, "the bucket of the cold tier cannot be reached: look-ups do not \
+                tracing::warn!(%why, "the bucket of the cold tier cannot be reached, so look-ups do not \
                     find its blocks");
                 *is_reached = false;
             }
             None if !*is_reached => {
-                tracing::info!(bucket = self.bucket(), "the bucket of the cold tier is reached again");
+                tracing::info!(bucket = self.bucket(), "the bucket of the cold tier can be reached again");
                 *is_reached = true;
             }
             _ => {}

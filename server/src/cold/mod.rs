@@ -153,8 +153,8 @@ impl ColdTier {
             }
         });
         if cold.tier.access().keeps_versions() {
-            let sentence = "the bucket of the cold tier stores versions of objects: deleted objects stay \
-                until a lifecycle rule deletes noncurrent versions";
+            let sentence = "the bucket of the cold tier keeps old versions of objects, so deleted objects \
+                stay until a lifecycle rule deletes noncurrent versions";
             tracing::warn!("{sentence}");
             notes.push(sentence.to_owned());
         }

@@ -117,7 +117,7 @@ impl ColdTier {
         loop {
             // ends: an executor answers from memory, or the store is closed
             let held = self.store.held(shard, from).await;
-            let held = held.map_err(|_| ColdError::Store("it is closing".to_owned()))?;
+            let held = held.map_err(|_| ColdError::Store("the store is closing".to_owned()))?;
             let SegmentBlocks { runs, next } = held.map_err(|error| ColdError::Store(error.to_string()))?;
             for one in runs {
                 if only.is_some_and(|only| only != one.namespace) {

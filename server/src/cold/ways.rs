@@ -36,8 +36,8 @@ impl Ways {
         let nodes = nodes.unwrap_or_else(|| NodePaths::new(Arc::new(store.clone())));
         let bucket = nodes.add(NAME, Arc::clone(path) as _);
         let bucket = bucket.ok_or(
-            "cold.bucket: the bucket cannot be added to the paths of reads, because this node already \
-            has paths to the largest allowed number of other nodes",
+            "cold.bucket: this node cannot read from the bucket, because it already has read paths to the \
+            maximum number of other nodes",
         )?;
         let runner = Arc::new(OnTokio::new(Arc::clone(store.clock()), Handle::current()));
         Ok(Self { nodes, bucket, runner })

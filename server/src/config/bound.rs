@@ -44,7 +44,7 @@ impl Config {
             part("large requests and their answers", None, LARGE_BYTES_MAX as u64),
             part("models of tenants", None, MODELS_MEMORY_MAX * tenants),
             part("connections", Some("limits.connections"), CONNECTION * self.connections as u64),
-            part("reasons of removed blocks", None, REMEMBERED),
+            part("records of why blocks were removed", None, REMEMBERED),
         ];
         if let Some(bytes) = self.index.or_else(sizes::index_bytes) {
             parts.insert(1, part("index of blocks", Some("limits.index"), bytes));
@@ -55,14 +55,14 @@ impl Config {
         }
         if let Some(cluster) = &self.cluster {
             parts.push(part("directory of the cluster", Some("cluster.entries"), cluster.entries * ENTRY));
-            parts.push(part("deletes of the cluster", None, DELETES));
+            parts.push(part("list of deletes in the cluster", None, DELETES));
             parts.push(part("reads over several paths", None, SEVERAL_PATHS));
         }
         if let Some(cold) = &self.cold {
             let known = (manifest_memory(cold.memory) + index_memory(cold.memory)) as u64;
             parts.push(part("restores from the bucket", Some("cold.memory"), cold.memory));
             parts.push(part("manifests and indexes of the bucket", Some("cold.memory"), known));
-            parts.push(part("packs on their way into the bucket", None, PACKS));
+            parts.push(part("packs that are being uploaded to the bucket", None, PACKS));
         }
         parts
     }

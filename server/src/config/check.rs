@@ -281,7 +281,7 @@ fn members_from(members: &str, set: &Settings, decided: &mut Decided) -> Result<
     let (endpoints, prefix) = etcd::parse(members).ok_or_else(|| Complaint::new("cluster.members", at))?;
     let address = set.cluster_address.clone().filter(|text| is_place(text));
     let needed = "the setting is missing, and etcd requires it: set the host and port at which other nodes \
-        connect to this one";
+        connect to this node";
     let address = address.ok_or_else(|| Complaint::new("cluster.address", needed))?;
     let lease = number("cluster.lease", &decided.or("cluster.lease", set.cluster_lease.as_ref(), 15))?;
     if !(2..=3600).contains(&lease) {
@@ -352,7 +352,7 @@ fn too_small(text: &str, bytes: u64) -> String {
     }
     let shown = human::bytes(bytes);
     match size::percent(&format!("{text}%")) {
-        Some(Ok(part)) => format!("{text} means {shown}: write {part}% of the disks, or {text}G"),
+        Some(Ok(part)) => format!("{text} means {shown}: write {part}% for a part of the disks, or {text}G"),
         _ => format!("{text} means {shown}: write a unit, such as {text}G, {such}"),
     }
 }

@@ -171,7 +171,7 @@ settings! {
     shards, "store", "shards", "KVARTS_STORE_SHARDS", "shards", "NUMBER", "2 to 16, depending on the budget";
     /// Eviction policy of a full store: weighted or lru
     policy, "store", "policy", "KVARTS_STORE_POLICY", "policy", "NAME", "weighted";
-    /// Limit of the bytes written in a day; when the limit is reached, only blocks that were put before are stored
+    /// Limit of the bytes written in a day; beyond the limit, the store accepts only blocks for which it has received an earlier put
     endurance, "store", "endurance", "KVARTS_STORE_ENDURANCE", "endurance", "SIZE", "no limit";
     /// Number of executors of the engine
     executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2 for each directory, but at most the larger of 2 and an eighth of the cores";
@@ -199,7 +199,7 @@ settings! {
     certificate, "tls", "certificate", "KVARTS_TLS_CERTIFICATE", "tls-certificate", "FILE", "none";
     /// The server's key, a PEM file
     key, "tls", "key", "KVARTS_TLS_KEY", "tls-key", "FILE", "none";
-    /// The authority that must have signed the certificates of clients, a PEM file
+    /// The certificate of the authority (CA) that must have signed the clients' certificates, a PEM file
     client_authority, "tls", "client_authority", "KVARTS_TLS_CLIENT_AUTHORITY", "tls-client-authority", "FILE", "none";
     /// Memory for requests, in bytes
     memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory", "SIZE", "256 MiB";
@@ -223,7 +223,7 @@ settings! {
     cluster_certificate, "cluster", "certificate", "KVARTS_CLUSTER_CERTIFICATE", "cluster-certificate", "FILE", "none";
     /// The key of this node's certificate, a PEM file
     cluster_key, "cluster", "key", "KVARTS_CLUSTER_KEY", "cluster-key", "FILE", "none";
-    /// The authority of the nodes' certificates, a PEM file
+    /// The certificate of the authority (CA) that signed the nodes' certificates, a PEM file
     cluster_authority, "cluster", "authority", "KVARTS_CLUSTER_AUTHORITY", "cluster-authority", "FILE", "none";
     /// With etcd: the address of this node for other nodes, a host and a port
     cluster_address, "cluster", "address", "KVARTS_CLUSTER_ADDRESS", "cluster-address", "HOST:PORT", "none";
@@ -231,7 +231,7 @@ settings! {
     cluster_zone, "cluster", "zone", "KVARTS_CLUSTER_ZONE", "cluster-zone", "NAME", "none";
     /// With etcd: seconds after which an unreachable node is removed from the members
     cluster_lease, "cluster", "lease", "KVARTS_CLUSTER_LEASE", "cluster-lease", "SECONDS", "15";
-    /// With etcd: the authority of etcd's certificate, a PEM file; enables TLS to etcd
+    /// With etcd: the certificate of the authority (CA) that signed etcd's certificate, a PEM file; enables TLS to etcd
     cluster_etcd_authority, "cluster", "etcd_authority", "KVARTS_CLUSTER_ETCD_AUTHORITY", "cluster-etcd-authority", "FILE", "none";
     /// With etcd: this node's certificate chain for etcd, a PEM file
     cluster_etcd_certificate, "cluster", "etcd_certificate", "KVARTS_CLUSTER_ETCD_CERTIFICATE", "cluster-etcd-certificate", "FILE", "none";
@@ -240,20 +240,20 @@ settings! {
     /// With etcd: a file with this node's name and password for etcd, as NAME:PASSWORD
     cluster_etcd_password, "cluster", "etcd_password", "KVARTS_CLUSTER_ETCD_PASSWORD", "cluster-etcd-password", "FILE", "none";
     /// Address on which this node serves other nodes
-    cluster_listen, "cluster", "listen", "KVARTS_CLUSTER_LISTEN", "cluster-listen", "ADDRESS", "this node's address among the members";
+    cluster_listen, "cluster", "listen", "KVARTS_CLUSTER_LISTEN", "cluster-listen", "ADDRESS", "this node's address in the list of members";
     /// Port on which other nodes read blocks from this node; set the port if a firewall is between the nodes
     cluster_lane_port, "cluster", "lane_port", "KVARTS_CLUSTER_LANE_PORT", "cluster-lane-port", "NUMBER", "any free port";
     /// Maximum number of copies of blocks that this node's part of the directory lists; each uses 20 bytes of memory
     cluster_entries, "cluster", "entries", "KVARTS_CLUSTER_ENTRIES", "cluster-entries", "NUMBER", "16000000";
     /// Limit of the bytes that this node sends to other nodes in a second
     cluster_serve_rate, "cluster", "serve_rate", "KVARTS_CLUSTER_SERVE_RATE", "cluster-serve-rate", "SIZE", "no limit";
-    /// What a put does with a block that another node already stores: store, keep (store for cluster.copy_hold) or single (do not store)
+    /// What a put does with a block that another node already stores: store, keep (store for the time in cluster.copy_hold) or single (do not store)
     cluster_put, "cluster", "put", "KVARTS_CLUSTER_PUT", "cluster-put", "NAME", "store";
     /// A block of another node is copied to this node at this number of reads a second or more; 0 for never
     cluster_hot_reads, "cluster", "hot_reads", "KVARTS_CLUSTER_HOT_READS", "cluster-hot-reads", "NUMBER", "8";
     /// Time to live of automatic copies, in seconds: copies of hot blocks (cluster.hot_reads), and blocks that a put keeps (cluster.put)
     cluster_copy_hold, "cluster", "copy_hold", "KVARTS_CLUSTER_COPY_HOLD", "cluster-copy-hold", "SECONDS", "600";
-    /// The bucket behind the disks: s3://BUCKET/PREFIX, with credentials and endpoint from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), or file:///DIRECTORY
+    /// The bucket of the cold tier: s3://BUCKET/PREFIX, with credentials and endpoint from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), or file:///DIRECTORY
     cold_bucket, "cold", "bucket", "KVARTS_COLD_BUCKET", "cold-bucket", "URL", "no cold tier";
     /// Limit of the requests to the bucket in a day (UTC)
     cold_requests, "cold", "requests", "KVARTS_COLD_REQUESTS", "cold-requests", "NUMBER", "1000000";
@@ -263,19 +263,19 @@ settings! {
     cold_read, "cold", "read", "KVARTS_COLD_READ", "cold-read", "SIZE", "4 TiB";
     /// Seconds between two reads of a manifest of the bucket
     cold_refresh, "cold", "refresh", "KVARTS_COLD_REFRESH", "cold-refresh", "SECONDS", "30";
-    /// Limit of the memory for restores; a block uses this memory during its restore and for some seconds after it
+    /// Limit of the memory for restores from the bucket; a block uses this memory during its restore and for some seconds after it
     cold_memory, "cold", "memory", "KVARTS_COLD_MEMORY", "cold-memory", "SIZE", "limits.memory, but at least 128 MiB and at most 256 MiB";
     /// Upload blocks to the bucket before their eviction: on or off
     cold_spill, "cold", "spill", "KVARTS_COLD_SPILL", "cold-spill", "NAME", "on";
-    /// Minimum number of recent uses of an uploaded block; 0 to 3
+    /// Upload only blocks with at least this number of recent uses; 0 to 3
     cold_uses, "cold", "uses", "KVARTS_COLD_USES", "cold-uses", "NUMBER", "1";
-    /// Minimum age of an uploaded block, in seconds; blocks that expire within the same time are not uploaded
+    /// Upload only blocks of at least this age, in seconds; blocks that expire within the same time are not uploaded
     cold_age, "cold", "age", "KVARTS_COLD_AGE", "cold-age", "SECONDS", "600";
-    /// Maximum number of bytes for each token of an uploaded block; larger blocks are faster to compute than to restore
+    /// Upload only blocks with at most this number of bytes per token; larger blocks are faster to compute than to restore
     cold_token_bytes, "cold", "token_bytes", "KVARTS_COLD_TOKEN_BYTES", "cold-token-bytes", "SIZE", "no limit";
     /// Limit of the bytes that are uploaded to the bucket in a second
     cold_rate, "cold", "rate", "KVARTS_COLD_RATE", "cold-rate", "SIZE", "64 MiB";
-    /// Whether look-ups of connectors count blocks of the bucket: off, on, or the number of tokens that an engine computes in a second (a block then counts if restoring it is faster than computing it)
+    /// Whether look-ups of connectors report blocks of the bucket as found: off, on, or the number of tokens that an engine computes in a second (a block is then reported if a restore is faster than computing the block)
     cold_offer, "cold", "offer", "KVARTS_COLD_OFFER", "cold-offer", "NAME", "off";
     /// Path from files to device memory: auto, direct, compatibility or staging
     cufile, "device", "cufile", "KVARTS_DEVICE_CUFILE", "cufile", "NAME", "auto";

@@ -67,8 +67,8 @@ fn a_budget_whose_unit_was_forgotten_is_refused_with_what_was_meant() {
     let smaller =
         |shown: &str| format!("{shown} is smaller than the smallest store: write a size such as 64G, {such}");
     for (wrong, what) in [
-        ("90", "90 means 90 B: write 90% of the disks, or 90G".to_owned()),
-        ("'90'", "90 means 90 B: write 90% of the disks, or 90G".to_owned()),
+        ("90", "90 means 90 B: write 90% for a part of the disks, or 90G".to_owned()),
+        ("'90'", "90 means 90 B: write 90% for a part of the disks, or 90G".to_owned()),
         ("900", format!("900 means 900 B: write a unit, such as 900G, {such}")),
         ("'900 B'", smaller("900 B")),
         ("'900B'", smaller("900B")),

@@ -97,7 +97,7 @@ fn home_options(config: &Config, stop: &Stop, notes: &mut Vec<String>) -> Result
         config.shards.unwrap_or_else(|| sizes::shards(budget, config.directories.len(), segment_bytes));
     let index_bytes_max = config.index.or_else(sizes::index_bytes);
     if let Some(bytes) = index_bytes_max {
-        notes.push(format!("the index may use up to {} of memory", human::bytes(bytes)));
+        notes.push(format!("the index of blocks may use up to {} of memory", human::bytes(bytes)));
     }
     Ok(HomeOptions {
         directories: config.directories.clone(),

@@ -4,7 +4,7 @@
 //! lets go of its directories. What was acknowledged is on disk whatever happens on the way.
 #![allow(
     clippy::disallowed_methods,
-    reason = "the daemon stands outside the simulation: sockets and key files"
+    reason = "the daemon, which uses sockets and key files, is not simulated"
 )]
 
 mod checked;

@@ -22,7 +22,7 @@ const PASS_RIGHTS: libc::c_int = 83;
 
 /// Whether descriptors may be sent to this connection, or to those that come to this listener. Where they may not, who sends one is refused.
 /// A kernel before Linux 6.16 cannot refuse them.
-#[allow(unsafe_code, reason = "a socket option that the safe interface does not have")]
+#[allow(unsafe_code, reason = "the safe functions of the libraries do not support this socket option")]
 pub(super) fn allow(socket: impl AsFd, allowed: bool) -> io::Result<()> {
     let value = libc::c_int::from(allowed);
     let (socket, bytes) = (socket.as_fd(), size_of_val(&value) as libc::socklen_t);

@@ -95,7 +95,7 @@ impl Line {
     }
 }
 
-#[allow(unsafe_code, reason = "the registration is of a descriptor that it owns")]
+#[allow(unsafe_code, reason = "the registered descriptor stays open as long as its registration")]
 fn watch(stream: UnixStream, interest: Interest) -> io::Result<AsyncFd<UnixStream>> {
     // SAFETY: the stream owns its descriptor, and goes with the registration; no code can replace it in between.
     unsafe { Ok(AsyncFd::register_with_interest(stream, interest)?) }

@@ -129,7 +129,7 @@ fn given(
         return Err(malformed(&format!("bytes: the size must be a multiple of 4096 above 0, not {bytes}")));
     }
     if file.is_none() && mode == Mode::Adopted {
-        return Err(malformed("adopted memory belongs to the client: a descriptor is required"));
+        return Err(malformed("mode adopted: the request must include a descriptor of the client's memory"));
     }
     let part = || locals.mapped.try_take(tenant, bytes).ok_or(Reason::TooMany("bytes"));
     // What is to be registered has a second one until it is.
@@ -138,8 +138,8 @@ fn given(
         let part = part()?;
         if !locals.make(bytes) {
             return Err(Fault::busy(
-                "the server cannot allocate more shared memory: share a file in memory of the client \
-                (memfd), sealed against shrinking",
+                "the server cannot allocate more shared memory: share a memfd of the client instead, sealed \
+                against shrinking",
             ));
         }
         let file =
@@ -150,7 +150,7 @@ fn given(
     let may_shrink = mode == Mode::Adopted && name.is_none();
     let length = if may_shrink { shared::length_now(&file) } else { shared::length(&file) };
     if bytes > length.map_err(malformed)? {
-        return Err(malformed("bytes: the file of the memory is shorter than the given size"));
+        return Err(malformed("bytes: the file of the shared memory is shorter than the given size"));
     }
     let Some(name) = name else {
         is_charged(of)?;

@@ -42,7 +42,7 @@ pub(super) fn place(
         if target.memory == 0 {
             if layers.contains(&layer) {
                 return Err(Fault::malformed(format!(
-                    "places: a requested chunk of layer {layer} has no place"
+                    "places: a requested chunk of layer {layer} has no destination in memory"
                 )));
             }
             targets.push(None);
@@ -53,7 +53,7 @@ pub(super) fn place(
             None => {
                 let memory = memories.get(&target.memory).ok_or_else(|| {
                     Fault::malformed(format!(
-                        "places: the client has not shared a memory with the number {}",
+                        "places: the client has shared no memory region with the number {}",
                         target.memory
                     ))
                 })?;

@@ -212,8 +212,7 @@ impl Session {
     ) -> Outcome<Self> {
         if hello.version != VERSION {
             return Err(Fault::malformed(format!(
-                "the version is {}, but this server supports only \
-                {VERSION}",
+                "the client's protocol version is {}, but this server supports only {VERSION}",
                 hello.version
             )));
         }
@@ -239,8 +238,9 @@ impl Session {
         let place = state.locals.sessions.try_take(tenant, 1);
         let place = place.ok_or_else(|| Fault::busy("the limit of local sessions is reached"))?;
         let named = state.locals.names.begin(&hello.session);
-        let named = named
-            .ok_or_else(|| Fault::malformed("session: 16 bytes are required that no other session uses"))?;
+        let named = named.ok_or_else(|| {
+            Fault::malformed("session: an id of 16 bytes is required that no other session uses")
+        })?;
         let shorts = Shorts::new(Arc::clone(&outbox));
         let ends = Arc::clone(&outbox);
         let end = End::new(tenant, move || ends.close());

@@ -88,7 +88,7 @@ fn usage(out: &mut String, counted: &Counted) {
             }
         }
     };
-    let help = "Blocks looked up by match and exists, by result: here, pending (being put), or the reason of absence: evicted, expired, deleted, out_of_service (damaged), never_stored (according to this server's records), cut_off (stored, but an earlier block of the prefix is missing), unregistered (no model of that name since the start). The hit ratio is the rate of found=\"here\" divided by the rate of all results. After the first 32 models of a tenant, further models have model=\"other\"; after the first 256 tenants, further tenants have tenant=\"other\".";
+    let help = "Blocks looked up by match and exists, by result: here, pending (being put), or the reason of absence: evicted, expired, deleted, out_of_service (damaged), never_stored (according to this server's records), cut_off (stored, but an earlier block of the prefix is missing), unregistered (no model of that name was registered since the start). The hit ratio is the rate of found=\"here\" divided by the rate of all results. After the first 32 models of a tenant, further models have model=\"other\"; after the first 256 tenants, further tenants have tenant=\"other\".";
     family("kvarts_lookup_blocks_total", help, &|usage| {
         // Look-ups without a model have a name of their own: of models there are none.
         let told =

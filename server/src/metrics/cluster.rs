@@ -67,20 +67,20 @@ fn labelled<T: Display>(
 }
 
 fn directory(out: &mut String, status: &Status) {
-    let help = "Copies of blocks in this node's part of the directory.";
+    let help = "Number of copies of blocks that this node's part of the directory lists.";
     one(out, "kvarts_cluster_directory_entries", "gauge", help, status.entries);
-    let help = "Memory of this node's part of the directory.";
+    let help = "Memory of this node's part of the directory, in bytes.";
     one(out, "kvarts_cluster_directory_bytes", "gauge", help, status.entry_bytes);
-    let help = "Copies that were omitted or dropped from this node's part of the directory because the part was full.";
+    let help = "Number of copies of blocks that this node's part of the directory does not list, because the part was full.";
     one(out, "kvarts_cluster_directory_refused_total", "counter", help, status.left_out);
-    let help = "Parts (of 4,096) of the directory on this node that may be incomplete, because a node has not sent all of its blocks yet, or because the part was full.";
+    let help = "Parts (of 4,096) of the directory on this node that may be incomplete, because a node has not reported all of its blocks yet, or because this node's part was full.";
     one(out, "kvarts_cluster_directory_partial", "gauge", help, status.partial);
     let help = "Chains for which this node decides the owner.";
     one(out, "kvarts_cluster_chains", "gauge", help, status.chains);
     let help = "Chains that this node owns. On this node, the blocks of these chains are evicted last.";
     one(out, "kvarts_cluster_chains_owned", "gauge", help, status.owned);
     let HotCounts { counted, now, copied, failed } = status.hot;
-    let help = "Blocks of other nodes for which this node counts reads, to select blocks for a copy.";
+    let help = "Number of other nodes' blocks whose reads this node counts, to select blocks that it copies.";
     one(out, "kvarts_cluster_hot_counted", "gauge", help, counted);
     let help = "Blocks of other nodes that are being copied to this node because they are read often.";
     one(out, "kvarts_cluster_hot_blocks", "gauge", help, now);
@@ -100,9 +100,9 @@ fn directory(out: &mut String, status: &Status) {
     let of = |value: fn(&kvarts_peer::node::NodeStatus) -> u64| {
         others().map(move |node| (node.member.id.to_string(), value(node)))
     };
-    let help = "Changes of this node's blocks that have not yet been sent, by receiving node.";
+    let help = "Number of changes to this node's blocks that have not yet been sent, per receiving node.";
     labelled(out, "kvarts_cluster_feed_waiting", "gauge", help, "node", of(|node| node.waiting));
-    let help = "Snapshots of this node's blocks that were started, by receiving node.";
+    let help = "Number of snapshots of this node's blocks that were started, per receiving node.";
     labelled(out, "kvarts_cluster_feed_snapshots_total", "counter", help, "node", of(|node| node.snapshots));
 }
 
@@ -113,11 +113,23 @@ fn served(out: &mut String, status: &Status) {
     let how = [("let_in", let_in), ("cut", cut)];
     let help = "Connections over which other nodes read from this node, by result: let_in (accepted), or cut (refused, or closed early).";
     labelled(out, "kvarts_cluster_served_connections_total", "counter", help, "how", how);
-    one(out, "kvarts_cluster_served_pieces_total", "counter", "Pieces served to other nodes.", pieces);
-    one(out, "kvarts_cluster_served_bytes_total", "counter", "Bytes served to other nodes.", bytes);
+    one(
+        out,
+        "kvarts_cluster_served_pieces_total",
+        "counter",
+        "Number of pieces of reads that this node sent to other nodes.",
+        pieces,
+    );
+    one(
+        out,
+        "kvarts_cluster_served_bytes_total",
+        "counter",
+        "Bytes of blocks that this node sent to other nodes.",
+        bytes,
+    );
     let help = "Blocks that this node read again because another node found a wrong digest.";
     one(out, "kvarts_cluster_served_doubts_total", "counter", help, doubts);
-    let help = "Memory for pieces that are sent to other nodes.";
+    let help = "Memory for pieces that are being sent to other nodes, in bytes.";
     one(out, "kvarts_cluster_served_memory_bytes", "gauge", help, memory);
 }
 

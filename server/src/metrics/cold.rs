@@ -27,7 +27,7 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
         "Repeated requests to the bucket; kvarts_cold_requests_total includes them.",
         retries,
     );
-    let help = "Ranges of packs that were requested a second time because they were late.";
+    let help = "Ranges of packs that were requested a second time because the first answer was late.";
     one(out, "kvarts_cold_hedges_total", "counter", help, hedges);
     one(out, "kvarts_cold_failures_total", "counter", "Requests to the bucket that failed.", failures);
     one(out, "kvarts_cold_written_bytes_total", "counter", "Bytes written to the bucket.", written_bytes);

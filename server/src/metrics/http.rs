@@ -168,7 +168,7 @@ fn caller(state: &ServerState, request: &[u8]) -> Result<Caller, Answer> {
     let caller = caller.map_err(|refusal| refused(refusal.text()))?;
     match caller.rights.has(Right::Admin) {
         true => Ok(caller),
-        false => Err(refused("the token lacks the right to admin")),
+        false => Err(refused("the token lacks the right `admin`")),
     }
 }
 

@@ -12,8 +12,7 @@ const TICKS: f64 = 100.0;
 pub(super) fn process(out: &mut String) {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     let seconds = time.tv_sec as f64 + time.tv_nsec as f64 / 1e9;
-    let help =
-        "Processor time of the server, user and system, in seconds; its rate is the number of busy cores.";
+    let help = "CPU time of the server (user and system), in seconds; its rate is the number of busy cores.";
     one(out, "process_cpu_seconds_total", "counter", help, seconds);
     if let Some(started) = started() {
         let help = "Start of the process, in seconds since 1970.";
@@ -27,9 +26,14 @@ pub(super) fn process(out: &mut String) {
     gauge(out, "process_threads", "Threads of the process.", field(&status, "Threads:"));
     // The one that looks is open while it looks.
     let open = fs::read_dir("/proc/self/fd").ok().map(|all| (all.count() as u64).saturating_sub(1));
-    gauge(out, "process_open_fds", "Open descriptors: segment files, connections, shared memory.", open);
+    gauge(
+        out,
+        "process_open_fds",
+        "Open file descriptors of the process: segment files, connections, shared memory.",
+        open,
+    );
     let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
-    let help = "Limit of the open descriptors of the process; raise the limit (ulimit -n) before process_open_fds reaches it.";
+    let help = "Limit of the open file descriptors of the process; raise the limit (ulimit -n) before process_open_fds reaches it.";
     gauge(out, "process_max_fds", help, field(&limits, "Max open files"));
 }
 

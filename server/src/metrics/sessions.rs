@@ -12,7 +12,7 @@ pub(super) fn sessions(out: &mut String, sessions: &LiveSessions) {
     one(out, "kvarts_sessions", "gauge", "Sessions that are open, or were handed over and not closed.", open);
     let help = "Ended sessions whose blocks are still used by sessions that were forked from them.";
     one(out, "kvarts_sessions_rests", "gauge", help, rests);
-    one(out, "kvarts_sessions_leases", "gauge", "Leases of the store that sessions hold.", leases);
+    one(out, "kvarts_sessions_leases", "gauge", "Leases that sessions hold on blocks of the store.", leases);
     let help = "Chains that this node owns for sessions.";
     one(out, "kvarts_sessions_chains", "gauge", help, sessions.claimed_chains());
     let counts = &sessions.counts;
@@ -23,7 +23,7 @@ pub(super) fn sessions(out: &mut String, sessions: &LiveSessions) {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "kvarts_sessions_begun_total{{how=\"{how}\"}} {}", total(count));
     }
-    let help = "Extensions of sessions.";
+    let help = "Number of calls that added blocks to a session.";
     one(out, "kvarts_sessions_extended_total", "counter", help, total(&counts.extended));
     let help = "Sessions that were handed over to another node.";
     one(out, "kvarts_sessions_handed_over_total", "counter", help, total(&counts.handed_over));

@@ -143,7 +143,7 @@ fn engine(out: &mut String, state: &ServerState) {
         let help = "Limit of the memory of the index, in bytes (limits.index). Near the limit, blocks are evicted; above the limit, puts are refused.";
         one(out, "kvarts_index_limit_bytes", "gauge", help, most);
     }
-    let help = "Memory, in bytes, for the reasons why blocks were removed; at most 1 MiB. Look-ups of removed blocks return these reasons.";
+    let help = "Memory, in bytes, that records why blocks were removed; at most 1 MiB. Look-ups of removed blocks return these reasons.";
     one(out, "kvarts_departures_bytes", "gauge", help, departures_bytes);
     one(
         out,
@@ -197,12 +197,12 @@ fn disk_link(out: &mut String, state: &ServerState) {
     for (name, help, value) in [
         (
             "bytes_per_second",
-            "Rate of the disks, measured from the reads of the last minutes; if there were no reads, an assumed rate.",
+            "Read speed of the disks in bytes per second, measured from the reads of the last minutes; if there were no reads, an assumed speed.",
             disk.link.bytes_per_ms * 1e3,
         ),
         (
             "latency_seconds",
-            "Latency of disk reads, without the time of the transfer.",
+            "Latency of disk reads in seconds, without the time of the transfer.",
             disk.link.latency_ms / 1e3,
         ),
         ("outstanding_bytes", "Bytes of reads under way or queued.", disk.link.outstanding_bytes as f64),
@@ -278,7 +278,7 @@ fn drives(out: &mut String, loads: &[DriveLoad], directories: &[PathBuf]) {
         ),
         (
             "kvarts_directory_stuck_bytes",
-            "Bytes of transfers under way on the disk of a directory for more than ten seconds, or after their deadline.",
+            "Bytes of transfers under way on the disk of a directory that have lasted more than ten seconds, or have passed their deadline.",
             |load| load.stuck_bytes as f64,
         ),
         (
@@ -306,7 +306,7 @@ fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::driv
             let _ = writeln!(out, "{name}{{executor=\"{executor}\"}} {count}");
         }
     }
-    head(out, "kvarts_device_held_bytes", "gauge", "Memory in use by each executor, by state.");
+    head(out, "kvarts_device_held_bytes", "gauge", "Memory in use by each executor, in bytes, by state.");
     for (executor, (_, queue)) in io.iter().enumerate() {
         for (what, bytes) in
             [("arena", queue.arena_bytes), ("stuck", queue.stuck_bytes), ("dropped", queue.dropped_bytes)]
@@ -417,7 +417,7 @@ fn tenants(out: &mut String, state: &ServerState) {
         "Quota of each tenant that has a quota, in bytes. A tenant at its quota evicts its own blocks.";
     by_tenant(out, "kvarts_tenant_disk_limit_bytes", help, &of(&|tenant| space(tenant)?.limit));
     let used = |tenant: &Tenant| state.models.used(tenant.number);
-    let help = "Models that each tenant has registered.";
+    let help = "Number of models that each tenant has registered.";
     by_tenant(out, "kvarts_tenant_models", help, &of(&|tenant| Some(used(tenant).count as u64)));
     let help = "Approximate memory of each tenant's models, in bytes.";
     by_tenant(out, "kvarts_tenant_models_bytes", help, &of(&|tenant| Some(used(tenant).memory)));
@@ -492,8 +492,20 @@ fn memory(out: &mut String, state: &ServerState) {
         let _ = writeln!(out, "kvarts_local_clients{{tenant=\"{}\"}} {count}", Value(tenant));
     }
     let (turns, waiting) = state.puts.left();
-    one(out, "kvarts_put_turns_free", "gauge", "Free places for puts.", turns);
-    one(out, "kvarts_puts_waiting", "gauge", "Puts that wait for a place.", waiting);
+    one(
+        out,
+        "kvarts_put_turns_free",
+        "gauge",
+        "Number of further puts that the server can process now.",
+        turns,
+    );
+    one(
+        out,
+        "kvarts_puts_waiting",
+        "gauge",
+        "Number of puts that wait until another put has ended.",
+        waiting,
+    );
 }
 
 fn connections(out: &mut String, state: &ServerState) {

@@ -17,7 +17,7 @@ struct State {
     at: Instant,
 }
 
-#[allow(clippy::disallowed_methods, reason = "flows of the network are outside the simulation")]
+#[allow(clippy::disallowed_methods, reason = "the limits of network bandwidth are not simulated")]
 fn now() -> Instant {
     Instant::now()
 }

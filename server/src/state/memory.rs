@@ -235,7 +235,7 @@ impl SharedBytes {
     /// # Safety
     /// Nothing may write to these bytes until the result and all its clones are gone: the read that filled them has
     /// announced them, and this process gave the memory to no other.
-    #[allow(unsafe_code, reason = "the one place where filled memory becomes bytes to send")]
+    #[allow(unsafe_code, reason = "only this function turns filled memory into bytes to send")]
     pub unsafe fn bytes(buf: Buf) -> Bytes {
         Bytes::from_owner(Self(buf))
     }

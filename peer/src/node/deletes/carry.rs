@@ -149,7 +149,7 @@ impl ClusterNode {
             biased;
             // ends: the tier is set once the server is ready, or the node stops: the next arm
             beside = self.deletes.beside.wait() => Ok(Some(beside.carrying(entry).await)),
-            () = self.stopped() => Err(Error(Reason::Busy("this node stops"))),
+            () = self.stopped() => Err(Error(Reason::Busy("this node is stopping"))),
         }
     }
 

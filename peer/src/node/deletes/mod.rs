@@ -115,7 +115,7 @@ impl Deletes {
         if !found.is_whole {
             tracing::warn!(
                 entries = found.entries.len(),
-                "the list of deletes is incomplete: other nodes send the rest again"
+                "the list of deletes is incomplete; other nodes will send the missing deletes again"
             );
         }
         let (mut log, mut below_ms) = (Log::default(), 0);
@@ -275,7 +275,7 @@ impl ClusterNode {
             let _ = tell.send(what.await);
         });
         // ends: the task above, which drops the sender, also when the node stops
-        told.await.unwrap_or(Err(Error(Reason::Busy("this node stops"))))
+        told.await.unwrap_or(Err(Error(Reason::Busy("this node is stopping"))))
     }
 
     /// Later than everything that was produced, as far as this node can know.

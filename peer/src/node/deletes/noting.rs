@@ -46,7 +46,7 @@ impl ClusterNode {
             ))
         };
         let keeper = in_time(runner, NOTED_WITHIN, Arc::clone(&self.deletes.keeper).lock_owned()).await;
-        let keeper = keeper.ok_or_else(|| late("has accepted no other entry"))?;
+        let keeper = keeper.ok_or_else(|| late("has accepted no new entry"))?;
         let name = name(&lock(&self.deletes.log));
         let (node, entry, lacking) = (Arc::clone(self), Arc::clone(entry), lacking.to_vec());
         let mut writing = Box::pin(async move { node.write_down(keeper, name, &entry, &lacking).await });

@@ -37,8 +37,8 @@ impl ClusterNode {
                     the node"),
                 None => {
                     link.is_late.store(true, Ordering::SeqCst);
-                    tracing::warn!(node = %link.id(), "a node did not confirm a delete in time: the delete \
-                        is sent again");
+                    tracing::warn!(node = %link.id(), "a node did not confirm a delete in time; the delete \
+                        will be sent again");
                 }
             }
         }))

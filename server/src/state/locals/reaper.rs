@@ -23,8 +23,8 @@ impl Default for Reaper {
         let work = move || from.into_iter().for_each(drop);
         let started = std::thread::Builder::new().name("kvarts-reaper".to_owned()).spawn(work);
         if let Err(error) = started {
-            tracing::warn!(%error, "the thread that frees shared memory could not be started: other threads \
-                free this memory, which may delay calls");
+            tracing::warn!(%error, "the thread that frees shared memory could not be started; other threads \
+                will free this memory instead, which may delay calls");
         }
         // Without the thread, what was sent comes back and goes here.
         Self(Arc::new(move |what| drop(to.send(what))))
