@@ -172,7 +172,7 @@ fn draw(row: &Row) -> String {
     let line: String = line.into_iter().collect();
     let (kib, ratio) = (row.chunk_bytes >> 10, row.ratio.median);
     format!(
-        "{kib:>5} KiB {} {ratio:.2} of layer-block's {:.0} MiB/s",
+        "{kib:>5} KiB {} {ratio:.2} of the {:.0} MiB/s of layer-block",
         line.trim_end(),
         row.layer_mib_s.median
     )

@@ -199,14 +199,20 @@ fn one_model(
         bytes.as_object().into_iter().flatten().for_each(|(name, value)| row[name] = value.clone());
     }
     report.note(format!(
-        "{model}, {} ranks, comparison of bytes and copies back from the device: {bytes}",
+        "{model} with {} ranks: result of the comparison of bytes and of copies back from the device: \
+        {bytes}",
         arguments.tp
     ));
     if let Some(used) = stage.pipeline.direct_use() {
-        let why = used.last_reason.map(|why| format!(" (reason of the last one: {why})")).unwrap_or_default();
+        let why = used
+            .last_reason
+            .map(|why| format!(" (reason for the last staged request: {why})"))
+            .unwrap_or_default();
         let bytes = used.bytes;
-        report
-            .note(format!("{model}: {bytes} bytes were read directly, {} requests staged{why}", used.staged));
+        report.note(format!(
+            "{model}: {bytes} bytes were read directly, and {} requests were staged{why}",
+            used.staged
+        ));
     }
     stage.race.leave(home.store());
     stage.hosts.first().inspect(|host| opened.device().unpin(host.region()));

@@ -9,9 +9,12 @@
 //! the store's own seam: it measures a real machine, so nothing of it runs in the simulation.
 #![allow(
     clippy::disallowed_methods,
-    reason = "measures a real machine: wall clock, threads and scratch files"
+    reason = "benchmarks measure a real machine, with its clock, its threads and temporary files"
 )]
-#![allow(clippy::disallowed_types, reason = "a plain hash map is what a lookup is compared with")]
+#![allow(
+    clippy::disallowed_types,
+    reason = "the benchmark of look-ups compares the index with a plain hash map"
+)]
 
 mod bare;
 mod bare_server;

@@ -236,9 +236,10 @@ fn tell(report: &mut Report, rows: &[Row]) {
             "longest_us": row.longest.longest_nanos.max(row.checkpoint.longest_nanos) / 1000,
         }));
         report.note(format!(
-            "{} blocks{}: {} of index, {each:.1} bytes a block; evicting takes {:.4} ns a byte and {:.1} steps a MiB",
+            "{} blocks{}: the index takes {} ({each:.1} bytes per block); eviction takes {:.4} ns per byte \
+            and {:.1} steps per MiB",
             row.blocks,
-            if row.measured { "" } else { " (computed: the index would not fit)" },
+            if row.measured { "" } else { " (computed, because the index does not fit into memory)" },
             human::bytes(row.index_bytes),
             row.evict_ns_per_byte,
             row.evict_steps_per_mib,

@@ -48,7 +48,7 @@ pub struct SystemClock {
 
 impl SystemClock {
     /// A clock whose monotonic time is measured from now.
-    #[allow(clippy::disallowed_methods, reason = "this is the seam through which all other code asks")]
+    #[allow(clippy::disallowed_methods, reason = "all other code reads the clock through this type")]
     pub fn new() -> Arc<Self> {
         Arc::new(Self { start: Instant::now() })
     }
@@ -59,7 +59,7 @@ impl Clock for SystemClock {
         Nanos::default().plus(self.start.elapsed())
     }
 
-    #[allow(clippy::disallowed_methods, reason = "this is the seam through which all other code asks")]
+    #[allow(clippy::disallowed_methods, reason = "all other code reads the clock through this type")]
     fn unix_millis(&self) -> u64 {
         // A wall clock before 1970 is broken; zero makes whatever is compared with it old, never young.
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

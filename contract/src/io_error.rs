@@ -90,7 +90,7 @@ impl IoErrorKind {
 
 /// Which operation failed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[allow(missing_docs, reason = "each is the operation of the same name")]
+#[allow(missing_docs, reason = "each variant is named after its operation")]
 pub enum OpKind {
     Read,
     Write,

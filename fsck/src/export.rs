@@ -60,8 +60,8 @@ impl fmt::Display for Failed {
             Self::Write(error) => write!(f, "the export could not be written: {error}"),
             Self::Format(error) => write!(
                 f,
-                "the export could not be written, because its disk has no space \
-                for this store: {error}"
+                "the export could not be written, because the export format cannot hold a value of this \
+                store: {error}"
             ),
         }
     }

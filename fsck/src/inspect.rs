@@ -205,7 +205,7 @@ fn in_words(found: Found) -> &'static str {
         Found::Malformed => "a record that violates the format",
         Found::Stale => "a remainder of an earlier generation",
         Found::Ahead => "a record of a later generation",
-        Found::Misdirected => "a record that belongs to another place",
+        Found::Misdirected => "a record that belongs to another position",
         Found::Foreign => "a structure of another store",
         _ => "not the start of a record: part of a payload, another structure, or damage",
     }
@@ -277,14 +277,24 @@ fn about_body(body: &Body, view: &mut PlaceView) {
                     Some(Mark::Ended) => {
                         say("mark", format!("the delete of namespace {} ended", one.namespace))
                     }
-                    None => say("deletes", format!("{} below sequence {}", BlockKey(one.key), one.below)),
+                    None => say(
+                        "deletes",
+                        format!(
+                            "{} in records with a sequence number below {}",
+                            BlockKey(one.key),
+                            one.below
+                        ),
+                    ),
                 }
             }
             say("deletes in all", tombstones.entries.len().to_string());
         }
         Body::Epoch(epoch) => {
             let namespace = ContentId(epoch.namespace);
-            say("deletes", format!("namespace {namespace} below sequence {}", epoch.below));
+            say(
+                "deletes",
+                format!("namespace {namespace} in records with a sequence number below {}", epoch.below),
+            );
         }
         Body::Unknown(code) => say("kind", code.to_string()),
         Body::Blocks(_) => {}

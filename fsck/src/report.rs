@@ -187,7 +187,11 @@ impl Report {
         write!(out, "{} records, {} blocks; {gib:.2} GiB read", self.records, self.blocks)?;
         writeln!(out, " in {:.1} s ({:.2} GiB/s), {} check", self.seconds, self.gib_per_s, self.level)?;
         if let (Some(ratio), Some(bare)) = (self.device_ratio, self.bare_gib_per_s) {
-            writeln!(out, "{ratio:.2} of the speed of bare reads of a part of these files, {bare:.2} GiB/s")?;
+            writeln!(
+                out,
+                "speed relative to plain reads of a part of these files: {ratio:.2} (plain reads: {bare:.2} \
+                GiB/s)"
+            )?;
         }
         self.write_verdict(out)
     }
@@ -229,19 +233,24 @@ impl Report {
         }
         writeln!(out, "NOT clean: {} problems", self.problem_count)?;
         for (model, blocks) in &self.lost {
-            writeln!(out, "  {blocks} blocks of {model} become misses: engines compute them again")?;
+            writeln!(
+                out,
+                "  {blocks} blocks of {model} become misses, so engines compute these blocks again"
+            )?;
         }
         let Uncounted { problems, listed_records } = self.lost_uncounted;
         if problems > 0 {
             let more = if self.lost.is_empty() { "" } else { " more" };
             write!(
                 out,
-                "  the number of{more} lost blocks is not known, because {problems} of the problems \
-                hide this number"
+                "  the number of{more} lost blocks is not known, because {problems} of the problems prevent \
+                a count"
             )?;
             match listed_records {
                 0 => writeln!(out)?,
-                records => writeln!(out, "; checkpoints list {records} live records in their places")?,
+                records => {
+                    writeln!(out, "; checkpoints list {records} live records at the damaged positions")?
+                }
             }
         } else if self.lost.is_empty() {
             writeln!(out, "  no block is lost")?;

@@ -135,7 +135,7 @@ impl Ends {
         let bytes = usize::try_from(trailer.footer_bytes).unwrap_or(usize::MAX);
         let image = window.bytes(trailer.footer_offset, bytes);
         if footer::tag_of(image) != Some(trailer.footer_tag) {
-            return Err("the footer is not the one that the trailer lists".to_owned());
+            return Err("the footer differs from the footer that the trailer lists".to_owned());
         }
         let position = self.trailer_position.at(trailer.footer_offset);
         Footer::decode(image, &position, secret).map_err(|unsound| unsound.to_string())

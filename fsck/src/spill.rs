@@ -81,7 +81,7 @@ impl<const N: usize> Sorter<N> {
 }
 
 /// Sorts and writes a run into a file that has no name.
-#[allow(clippy::disallowed_methods, reason = "a temporary file outside any store")]
+#[allow(clippy::disallowed_methods, reason = "the file is temporary and outside every store")]
 fn write_run<const N: usize>(rows: &mut [[u8; N]], below: &Path) -> io::Result<File> {
     rows.sort_unstable();
     let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::CLOEXEC;

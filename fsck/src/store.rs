@@ -77,7 +77,7 @@ impl CannotRun {
             Self::NoStore(directory) => format!("the directory {directory} has no store"),
             Self::Unfinished(directory) => {
                 format!(
-                    "the directory {directory} has an unfinished copy of a store: `kvarts compact \
+                    "the directory {directory} has an unfinished copy of a store, because `kvarts compact \
                     --to` was interrupted: run the command again, or delete the directory"
                 )
             }

@@ -10,7 +10,7 @@ use crate::disk::{Aligned, Disk};
 use crate::findings::{self, Finding, Findings};
 
 /// What a directory's superblock says.
-#[allow(clippy::large_enum_variant, reason = "one for each directory of a store")]
+#[allow(clippy::large_enum_variant, reason = "there is only one value for each directory of a store")]
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Seen {
     /// It can be used.

@@ -87,7 +87,7 @@ pub struct Decision {
 
 impl fmt::Display for Decision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the path of layers to the device is {} ({})", self.mode.name(), self.reason)
+        write!(f, "the mode of reads into device memory is {} ({})", self.mode.name(), self.reason)
     }
 }
 
@@ -110,10 +110,7 @@ pub fn decide(found: &Found, wish: Wish) -> Result<Decision, String> {
         Wish::Auto => match offered {
             Mode::Compatibility => decided(
                 Mode::Staging,
-                format!(
-                    "{why}, so cuFile would copy through host memory as staging \
-                    does"
-                ),
+                format!("{why}, so cuFile would copy through host memory, as staging does"),
             ),
             mode => decided(mode, why),
         },

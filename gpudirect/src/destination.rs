@@ -86,7 +86,7 @@ impl Destination {
                 memory.base() < other.base().saturating_add(other.len()) && other.base() < end
             };
             if memories.iter().skip(at + 1).any(shares) {
-                return Err(wrong("two memories of the destination overlap".to_owned()));
+                return Err(wrong("two memory regions of the destination overlap".to_owned()));
             }
         }
         for span in places.spans() {

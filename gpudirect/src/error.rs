@@ -75,14 +75,14 @@ impl fmt::Display for DeviceError {
             ),
             Self::Stuck { millis } => write!(
                 f,
-                "a copy did not end within {millis} ms: the memory of the copy is freed when the copy \
-                ends, or when the device is declared lost"
+                "a copy did not end within {millis} ms; the memory of the copy is freed when the copy ends, \
+                or when the device is declared lost"
             ),
             Self::Partial { wanted, moved } => write!(f, "a copy transferred only {moved} of {wanted} bytes"),
             Self::Misaligned { at, align } => {
                 write!(f, "the offset {at} is not a multiple of {align}, as this device requires")
             }
-            Self::OutOfBounds => f.write_str("a piece does not fit into its device memory"),
+            Self::OutOfBounds => f.write_str("a piece of a copy lies outside its device memory"),
             Self::NoMemory(bytes) => {
                 write!(
                     f,

@@ -36,7 +36,10 @@ impl Pace for RealPace {
         self.0.now()
     }
 
-    #[allow(clippy::disallowed_methods, reason = "this is the seam")]
+    #[allow(
+        clippy::disallowed_methods,
+        reason = "all other code uses the real time and real threads through these functions"
+    )]
     fn sleep_until(&self, at: Nanos) {
         loop {
             let left = at.since(self.now());
@@ -68,7 +71,10 @@ pub(crate) struct Worker(Option<JoinHandle<()>>);
 
 impl Worker {
     /// Runs `work` on a thread of its own.
-    #[allow(clippy::disallowed_methods, reason = "this is the seam")]
+    #[allow(
+        clippy::disallowed_methods,
+        reason = "all other code uses the real time and real threads through these functions"
+    )]
     pub(crate) fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<Self, String> {
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(work);
         Ok(Self(Some(thread.map_err(|error| format!("the thread {name} could not be started: {error}"))?)))

@@ -135,7 +135,7 @@ impl Pipeline {
         if request.keys.len() != request.from.blocks() as usize {
             let (keys, places) = (request.keys.len(), request.from.blocks());
             return Err(LandError::Request(format!(
-                "{keys} keys were given for {places} places: give one key for each place"
+                "{keys} keys were given for {places} destination slots: give one key for each slot"
             )));
         }
         let sizes = request.from.layer_bytes();
@@ -341,7 +341,7 @@ impl LayerSink {
     pub fn seal(mut self) -> Result<Ticket<Result<PutReply, Error>>, LandError> {
         let layers = self.places.len() as u32;
         if self.taken < layers {
-            return Err(LandError::Request(format!("layer {} was not read", self.taken)));
+            return Err(LandError::Request(format!("layer {} was not read from the device", self.taken)));
         }
         self.events = None;
         while !self.follower.leave_within(LOOK) {

@@ -80,7 +80,7 @@ fn a_server_says_at_its_start_and_in_its_metrics_how_files_reach_devices_and_why
     assert!(line.starts_with("kvarts_device_path{mode=\"staging\",offered=\""), "{line}");
     assert!(line.ends_with(",reason=\"requested\"} 1"), "{line}");
     assert!(told.contains("device.cufile = staging (flag)"), "{told}");
-    assert!(told.contains("the path of layers to the device is staging (requested"), "{told}");
+    assert!(told.contains("the mode of reads into device memory is staging (requested"), "{told}");
 }
 
 /// A driver that hangs cannot be left again: the store's lock would stay with the process.

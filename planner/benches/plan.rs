@@ -63,7 +63,7 @@ fn main() {
                     }
                     least = least.min(begin.elapsed().as_secs_f64() * 1e6 / f64::from(PLANS));
                 }
-                println!("{blocks:5} blocks, {name:12} {rate:4} GB/s: {least:7.2} us, {looked} looked at");
+                println!("{blocks:5} blocks, {name:12} {rate:4} GB/s: {least:7.2} us, {looked} candidates");
             }
         }
     }

@@ -251,7 +251,7 @@ impl fmt::Display for RouteError {
             }
             Self::Node(node) => write!(
                 f,
-                "a figure of node {node} is not valid: its times, rates and tokens must be at least 0"
+                "a number of node {node} is not valid: times, rates and token counts must be at least 0"
             ),
             Self::Twice(node) => write!(f, "node {node} is listed twice"),
         }

@@ -4,7 +4,7 @@ Blocks that land are in the pool already, so no failure of a disk, a network or 
 engine. Guarantees:
 
 - After a wait for a layer, the layer is in its pages before the engine's next kernel reads them. On a device, the stream waits and no thread
-  does; on a processor, the calling thread waits, because it computes the layer.
+  does; on a CPU, the calling thread waits, because it computes the layer.
 - A save reads what the engine had written when the layer was saved, and nothing that the engine writes after `join`.
 """
 
@@ -111,7 +111,7 @@ class Device:
 
 
 class Processor:
-    """The interface of `Device` for an engine that computes on the processor, in the calling thread."""
+    """The interface of `Device` for an engine that computes on the CPU, in the calling thread."""
 
     def __init__(self):
         self.device = gpu.Device("emulated")
@@ -223,7 +223,7 @@ class Dock:
         def failed(error):
             self._wanted, self._again = None, time.monotonic() + self._link.pause
             if str(error) != self._why:
-                logger.warning("kvarts: this worker could not attach to the engine's pool and retries; until then no block is loaded or saved: %s", error)
+                logger.warning("kvarts: this worker could not attach to the engine's pool; no block is loaded or saved until a retry succeeds: %s", error)
             self._why = str(error)
 
         self._wanted = name

@@ -323,7 +323,7 @@ class Kvarts:
     def _identity_of(self, model):
         revision = self._revision.get(model) if isinstance(self._revision, dict) else self._revision
         if not revision:
-            raise kvarts.Invalid(f"revision: the setting has no revision for the model {model!r}: add it")
+            raise kvarts.Invalid(f"revision: the setting has no revision for the model {model!r}: add the revision")
         return dict(
             model=model,
             revision=str(revision),

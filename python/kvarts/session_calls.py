@@ -97,5 +97,5 @@ class Calls:
         # `Busy`: the server has no room for sessions, but it answers.
         if not of_server(error) or error.reason == "Busy":
             return
-        logger.warning("kvarts: the server does not answer calls for sessions; Kvarts makes none for %g seconds: %s", self._link.pause, error)
+        logger.warning("kvarts: the server does not answer calls for sessions; Kvarts sends no such calls for %g seconds: %s", self._link.pause, error)
         self._away_until = time.monotonic() + self._link.pause

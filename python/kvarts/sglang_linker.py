@@ -283,7 +283,7 @@ class KvartsLinker(UnifiedCacheLinker):
                 stagings += found.stagings
             if move is None:
                 # SGLang loads more than it looked up, or looked it up long ago. SGLang gives this batch up.
-                logger.error("kvarts: SGLang started a load for request %s, but the blocks of the request are not staged: the batch fails", rid)
+                logger.error("kvarts: SGLang started a load for request %s, but the blocks of the request are not staged, so the batch fails", rid)
                 is_whole = False
                 continue
             landings.append(self._dock.land(0, *move))

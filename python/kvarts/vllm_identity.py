@@ -124,7 +124,7 @@ def _long_rope(model):
 
 
 def _device():
-    """The kind of device, on which the arrangement of blocks depends: for a processor with its instruction sets, for a device with its generation, which
+    """The kind of device, on which the arrangement of blocks depends: for a CPU with its instruction sets, for a device with its generation, which
     determines the default backend."""
     if current_platform.device_type != "cpu":
         able = getattr(current_platform, "get_device_capability", lambda: None)()

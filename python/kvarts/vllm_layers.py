@@ -1,4 +1,4 @@
-"""Kvarts behind vLLM's KV caches, with loads layer by layer, on a device or on a processor (`KVConnectorBase_V1`).
+"""Kvarts behind vLLM's KV caches, with loads layer by layer, on a device or on a CPU (`KVConnectorBase_V1`).
 
     --kv-transfer-config '{"kv_connector": "KvartsLayers", "kv_connector_module_path": "kvarts.vllm_layers", "kv_role": "kv_both",
         "kv_connector_extra_config": {"server": "/run/kvarts/kvarts.sock", "pool_bytes": 8000000000}}'

@@ -64,7 +64,7 @@ def _window_of(spec):
 class Placed(NamedTuple):
     """The positions of a worker's caches."""
 
-    device: int | None  # none: the processor
+    device: int | None  # none: the CPU
     memories: list  # the whole memory of each cache
     groups: dict  # number -> Columned
     order: dict  # layer -> (group, index in the group's layers)

@@ -78,7 +78,7 @@ def _heads_of(config, split, ranks):
     """(the model's number of heads, None), or (None, the reason for which the heads cannot be split into ranges)."""
     heads = getattr(config.model_config, "get_total_num_kv_heads", lambda: None)()
     if any(kind.is_state for kind in split):
-        return None, "the model's states are kept by ranks, and not by heads"
+        return None, "the model's states are divided by ranks, not by heads"
     if not heads:
         return None, "vLLM does not report how many heads the model has"
     share = max(1, heads // ranks)

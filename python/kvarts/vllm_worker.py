@@ -109,7 +109,7 @@ class Mover:
             saving.finish()
         if self._savings:
             # The next step may give the saved pages to another request from its beginning.
-            # ends: on a GPU at once, as streams wait; on a processor after copies in memory
+            # ends: on a GPU at once, as streams wait; on a CPU after copies in memory
             self._dock.streams.join()
         self._going += self._landings + self._savings
         self._landings, self._savings, self._is_layered = [], [], False
@@ -119,8 +119,8 @@ class Mover:
         """Handles a layer that waited in earlier passes but not in this one. It may have computed without its loaded blocks."""
         missed = next(name for name in self._order if name not in self._waited)
         logger.error(
-            "kvarts: a forward pass did not wait for the blocks of layer %s; its loads are reported to vLLM as failed, and from now on each pass waits for all "
-            "layers before it begins (slower)",
+            "kvarts: a forward pass did not wait for the blocks of layer %s; the loads of this pass are reported to vLLM as failed, and from now on each pass "
+            "waits for all layers before it begins (slower)",
             missed,
         )
         self._may_layer = False

@@ -44,7 +44,7 @@ unsafe extern "C" {
 }
 
 /// What keeps an object's memory where it is, until it is dropped.
-#[allow(dead_code, reason = "its end is what it is for")]
+#[allow(dead_code, reason = "the value is never read, and its drop releases the memory")]
 pub(crate) enum Held {
     /// A view by the buffer protocol.
     View(Lent),

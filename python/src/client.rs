@@ -35,7 +35,7 @@ use crate::watching::{self, Events, Watched};
     endpoint, token=None, *, via="best", timeout=60.0, authority=None, certificate=None, private_key=None, server_name=None,
     server_uid=None, threads=2, of_cluster=false,
 ))]
-#[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+#[allow(clippy::too_many_arguments, reason = "the stub defines these keyword arguments")]
 pub(crate) fn connect(
     py: Python<'_>,
     endpoint: String,
@@ -99,7 +99,7 @@ impl Client {
         ttl=None, lanes=false, batches_max=1024, timeout=None,
     ))]
     #[doc = stub!("Client.pages")]
-    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    #[allow(clippy::too_many_arguments, reason = "the stub defines these keyword arguments")]
     fn pages(
         &self,
         py: Python<'_>,
@@ -152,8 +152,8 @@ impl Client {
         };
         if let Some(meant) = meant_dtype(&wanted.dtype) {
             let text = format!(
-                "dtype {:?} is a number format that no engine is known to use: did you mean {meant:?}? Only an equal value \
-                 finds its blocks",
+                "dtype {:?} is a number format that no engine is known to use: did you mean {meant:?}? \
+                Blocks are found only with the dtype with which they were stored",
                 wanted.dtype
             );
             let text = std::ffi::CString::new(text).unwrap_or_default();
@@ -324,7 +324,7 @@ impl Client {
         token_bytes=0.0, layers=0,
     ))]
     #[doc = stub!("Client.route")]
-    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    #[allow(clippy::too_many_arguments, reason = "the stub defines these keyword arguments")]
     fn route<'py>(
         &self,
         py: Python<'py>,
@@ -358,7 +358,7 @@ impl Client {
         pages, keys, *, columns=None, shared_blocks=0, lease=60.0, prompt_tokens=0, engine_blocks=None, times=None,
     ))]
     #[doc = stub!("Client.session")]
-    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    #[allow(clippy::too_many_arguments, reason = "the stub defines these keyword arguments")]
     fn session(
         &self,
         pages: &Pages,

@@ -152,7 +152,7 @@ impl Lander {
 
     #[doc = stub!("gpu.Lander.pages")]
     #[pyo3(signature = (handle, memories, parts, slots, *, per_block=1, group=0, rank=None))]
-    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    #[allow(clippy::too_many_arguments, reason = "the stub defines these keyword arguments")]
     fn pages(
         &self,
         py: Python<'_>,

@@ -152,7 +152,7 @@ impl Pages {
 
     #[doc = stub!("Pages.submit_put")]
     #[pyo3(signature = (keys, buffers, *, group=None, rank=None, parent=None, ttl=None, timeout=None))]
-    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    #[allow(clippy::too_many_arguments, reason = "the stub defines these keyword arguments")]
     fn submit_put(
         &self,
         keys: &Bound<'_, PyAny>,
@@ -287,7 +287,7 @@ impl Pages {
     }
 
     #[pyo3(signature = (keys, buffers, *, group=None, rank=None, parent=None, ttl=None, timeout=None))]
-    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    #[allow(clippy::too_many_arguments, reason = "the stub defines these keyword arguments")]
     fn put(
         &self,
         keys: &Bound<'_, PyAny>,
@@ -357,7 +357,7 @@ impl Pages {
 
     #[doc = stub!("Pages.match")]
     #[pyo3(signature = (keys, *, hold=None, times=None, prompt_tokens=None, hbm_blocks=0, hbm_boundaries=Vec::new(), overlap="layers"))]
-    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    #[allow(clippy::too_many_arguments, reason = "the stub defines these keyword arguments")]
     fn r#match(
         &self,
         keys: &Bound<'_, PyAny>,
@@ -388,7 +388,7 @@ impl Pages {
 
     #[doc = stub!("Pages.layers")]
     #[pyo3(signature = (keys, buffers=None, *, layer_buffers=None, layers=None, group=0, rank=None, timeout=None))]
-    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    #[allow(clippy::too_many_arguments, reason = "the stub defines these keyword arguments")]
     fn layers(
         &self,
         keys: &Bound<'_, PyAny>,

@@ -150,7 +150,7 @@ pub(crate) fn laid(
         invalid(
             py,
             "buffers",
-            "the first and the last buffer are too far apart in memory: use buffers in one memory",
+            "the first and the last buffer are too far apart in memory: use buffers of one memory region",
         )
     };
     if !given.is_instance_of::<PyList>() && !given.is_instance_of::<PyTuple>() {

@@ -39,7 +39,13 @@ impl Times {
                 })?;
                 Some(Roofline::new(compute, sheet, devices))
             }
-            _ => return Err(invalid(py, "model", "the times of a data sheet need both model and device")),
+            _ => {
+                return Err(invalid(
+                    py,
+                    "model",
+                    "the times of a data sheet require both model and device: set both",
+                ));
+            }
         };
         let sample = |(cached, new, ms)| Sample { cached, new, ms };
         let samples = samples.unwrap_or_default().into_iter().map(sample).collect();

@@ -136,7 +136,7 @@ impl Pool {
 
     #[doc = stub!("Pool.draft")]
     #[pyo3(signature = (handle, keys, *, group=0, rank=None, first_block=0, wait=true))]
-    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    #[allow(clippy::too_many_arguments, reason = "the stub defines these keyword arguments")]
     fn draft(
         &self,
         handle: &Pages,

@@ -15,7 +15,7 @@ pub(crate) struct Known {
     /// Where in the region the stretch begins.
     pub(crate) origin: usize,
     /// What keeps the stretch where it is, if the region does not.
-    #[allow(dead_code, reason = "its end is what it is for")]
+    #[allow(dead_code, reason = "the value is never read, and its drop releases the memory")]
     pub(crate) held: Option<Held>,
 }
 

@@ -193,7 +193,7 @@ class Heads(unittest.TestCase):
             ("set one of 2", 8, 8, {"all_heads": 2}),
             ("'2' is not valid", 1, "2", {}),
             ("0 is not valid", 1, 0, {}),
-            ("states are kept by ranks", 1, 2, states),
+            ("states are divided by ranks", 1, 2, states),
             ("does not report how many heads", 1, 2, {"all_heads": None}),
             ("8 heads on a rank, where 4 of 4", 1, 2, {"all_heads": 4, "heads": 8}),
         ):

@@ -1,7 +1,7 @@
 //! Recordings of a real engine's scheduler (`scripts/sim-record`), and the same requests in the simulator: whether it decides
 //! the same, step by step, and how far off its times are.
 
-#![allow(clippy::indexing_slicing, reason = "tables of seven by seven")]
+#![allow(clippy::indexing_slicing, reason = "the tables have seven rows and seven columns")]
 
 use std::collections::VecDeque;
 use std::io::{BufRead, Read};

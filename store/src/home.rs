@@ -183,7 +183,7 @@ impl Home {
         let (store, executors) = start(options, &store_options, &mut notes)?;
         let io = block_on(store.io())?;
         notes.extend(
-            io.iter().take(1).map(|(facts, _)| format!("the I/O of the disks uses {}", facts.backend)),
+            io.iter().take(1).map(|(facts, _)| format!("the interface to the disks is {}", facts.backend)),
         );
         for warning in io.iter().flat_map(|(facts, _)| &facts.warnings) {
             if !notes.contains(warning) {
@@ -368,7 +368,10 @@ fn silent(directory: &Path) -> Error {
 }
 
 /// Takes the directory for this process.
-#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "directory locks are not simulated, because a simulated disk has only one user"
+)]
 fn lock(directory: &Path) -> Result<Lock, Error> {
     let refuse = |what: String| Error(Reason::Directory(DirectoryCause::Unusable(what)));
     let shown = directory.display();
@@ -400,7 +403,10 @@ fn lock(directory: &Path) -> Result<Lock, Error> {
 }
 
 /// Opens and locks the file that says whose a directory is.
-#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "directory locks are not simulated, because a simulated disk has only one user"
+)]
 fn take(directory: &Path) -> Result<File, Error> {
     let refuse = |what: String| Error(Reason::Directory(DirectoryCause::Unusable(what)));
     let shown = directory.display();
@@ -458,7 +464,10 @@ fn holder(file: &File) -> Option<u32> {
 }
 
 /// Refuses directories of which another process has one, if it can be told without making or taking anything.
-#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "directory locks are not simulated, because a simulated disk has only one user"
+)]
 pub fn refuse_taken(directories: &[PathBuf]) -> Result<(), Error> {
     for directory in directories {
         let plain = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
@@ -476,7 +485,10 @@ pub fn refuse_taken(directories: &[PathBuf]) -> Result<(), Error> {
 }
 
 /// Whether there is something else than a plain file.
-#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "directory locks are not simulated, because a simulated disk has only one user"
+)]
 fn is_odd(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|facts| !facts.is_file())
 }
@@ -490,8 +502,9 @@ fn shortage(files: u64, descriptors: u64) -> Option<String> {
     (wanted > descriptors).then(|| {
         format!(
             "the limit on open files is too low: a full store of this budget may need {wanted} files, but \
-            this process may have {descriptors}. Raise the limit (ulimit -n, LimitNOFILE), or create the \
-            store with larger segments; until then segments are emptied earlier"
+            this process may open only {descriptors}. Raise the limit (ulimit -n, LimitNOFILE), or create \
+            the store with larger segments; until then, the store evicts blocks earlier than its budget \
+            requires"
         )
     })
 }
@@ -511,7 +524,7 @@ fn superblock(directories: &[PathBuf], stop: &Stop) -> Option<Superblock> {
     directories.iter().find_map(|directory| within_limit(directory, stop, superblock_in)?)
 }
 
-#[allow(clippy::disallowed_methods, reason = "asked before a store is opened: outside the seam")]
+#[allow(clippy::disallowed_methods, reason = "runs before a store is opened, and is not simulated")]
 fn superblock_in(directory: &Path) -> Option<Superblock> {
     let mut bytes = Vec::new();
     let file = File::open(directory.join(kvarts_layout::format::names::SUPERBLOCK)).ok()?;
@@ -654,7 +667,7 @@ mod tests {
             let told = block_on(store.bring_back(1)).unwrap_err().to_string();
             assert!(told.contains(why), "{told}");
         };
-        refused("directory 1 of the store is in use");
+        refused("directory 1 of the store is already in use");
         std::fs::rename(&second, &other).unwrap();
         // Looked at again and again, it is lost once: the other one goes on.
         (0..3).for_each(|_| assert_eq!(places.look(), [second.as_path()]));

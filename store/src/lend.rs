@@ -178,9 +178,13 @@ impl From<Reason> for NotLent {
 impl fmt::Display for NotLent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Encoded => f.write_str("not pinned: some of the blocks are stored encoded"),
-            Self::NotAFile => f.write_str("not pinned: the files of the store have no descriptors"),
-            Self::Reason(reason) => write!(f, "not pinned: {reason}"),
+            Self::Encoded => {
+                f.write_str("the blocks were not pinned, because some of them are stored encoded")
+            }
+            Self::NotAFile => {
+                f.write_str("the blocks were not pinned, because the files of the store have no descriptors")
+            }
+            Self::Reason(reason) => write!(f, "the blocks were not pinned: {reason}"),
         }
     }
 }

@@ -318,7 +318,7 @@ impl Scratch {
 
     /// A path in it. The directory exists from then on.
     pub fn below(&self, name: &str) -> PathBuf {
-        std::fs::create_dir_all(&self.0).expect("a directory for temporary files that can be written");
+        std::fs::create_dir_all(&self.0).expect("the directory for temporary files must be writable");
         self.0.join(name)
     }
 }

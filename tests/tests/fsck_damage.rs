@@ -396,7 +396,8 @@ fn the_total_loss_of_a_segment_is_not_told_as_the_loss_of_no_block() {
         assert!(checked.blocks < whole && checked.findings.lost.is_empty(), "{what}: {text}");
         let uncounted = checked.findings.uncounted;
         assert!(uncounted.problems > 0 && uncounted.listed_records == *most, "{what}: {uncounted:?}");
-        let line = format!("checkpoints list {} live records in their places", uncounted.listed_records);
+        let line =
+            format!("checkpoints list {} live records at the damaged positions", uncounted.listed_records);
         assert!(text.contains("the number of lost blocks is not known") && text.contains(&line), "{text}");
         assert!(!text.contains("no block is lost"), "{what}: {text}");
         // Without a checkpoint not even that is known.

@@ -101,7 +101,7 @@ fn a_read_allocates_by_its_requests_and_not_by_its_megabytes() {
     let stage =
         HomeStage::open("read-allocations", &HomeOptions { store, ..HomeOptions::default() }).unwrap();
     // Threads that read for executors allocate for each read: the figures are the ring's.
-    if !stage.home().notes().iter().any(|note| note == "the I/O of the disks uses ring") {
+    if !stage.home().notes().iter().any(|note| note == "the interface to the disks is ring") {
         eprintln!("SKIPPED: a read's allocations are counted where disks are reached by io_uring");
         return;
     }

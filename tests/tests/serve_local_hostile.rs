@@ -170,7 +170,7 @@ fn a_descriptor_whose_close_waits_holds_up_no_other_session() {
         // Shared, though it is no memory.
         let (mut raw, full) = (Raw::open(&stage.served), linger());
         let error = raw.share(proto::LocalMode::LocalAdopted, 4096, &full).unwrap_err();
-        assert!(error.message.contains("file in memory"), "{}", error.message);
+        assert!(error.message.contains("in-memory file"), "{}", error.message);
         let_go(vec![full]);
         // More than are taken with one frame.
         let (mut many, files) = (Raw::open(&stage.served), Vec::from_iter((0..12).map(|_| linger())));

@@ -58,7 +58,9 @@ impl<'a> Reader<'a> {
             let end = self.stage.store().read(request).map_err(Failure::user)?.wait_end();
             seconds.push(begun.elapsed().as_secs_f64());
             if end.map_err(Failure::user)?.usable_blocks != 1 {
-                return Err(Failure::user("a read of the node's own store did not return its block"));
+                return Err(Failure::user(
+                    "a read of the node's own store did not return the requested block",
+                ));
             }
         }
         seconds.sort_by(f64::total_cmp);
@@ -161,7 +163,7 @@ pub(super) fn spill(stage: &Stage, arguments: &ColdArgs, report: &mut Report) ->
             swept?;
             let spilled = counted.counts.iter().find(|(name, ..)| *name == "spilled_bytes");
             match spilled.map_or(0, |(_, _, bytes)| *bytes) {
-                0 => Err(Failure::user("a sweep found no block to copy: raise --mib")),
+                0 => Err(Failure::user("the cold tier found no block to upload: raise --mib")),
                 bytes => Ok(bytes),
             }
         })?;

@@ -40,7 +40,7 @@ pub(super) struct ColdArgs {
     /// Size of a restore in MiB
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(4..=1 << 14))]
     mib: u64,
-    /// Milliseconds from a request to its answer
+    /// Latency of the benchmark's own bucket: milliseconds from a request to its answer
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=10_000))]
     latency_ms: u64,
     /// Bandwidth of the bucket in MiB/s, over all requests; 0 means no limit

@@ -110,8 +110,8 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
     report.median("fetch_cpu_ratio", rounds.paired("fetch", "bare", |a, b| a.cpu / b.cpu.max(1e-9)));
     stage.clean(BELOW)?;
     report.note(
-        "each restore begins with empty caches and reads the manifest and the indexes; the processor \
-        time excludes the benchmark's own object storage",
+        "each restore begins with empty caches and reads the manifest and the indexes; the CPU time excludes \
+        the benchmark's own object storage",
     );
     Ok(())
 }

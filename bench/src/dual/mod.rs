@@ -98,8 +98,7 @@ fn measure(arguments: &DualArgs) -> Result<Report, Failure> {
         Err(why) if arguments.limiter == Limiter::Kernel => return Err(Failure::User(why)),
         Err(why) => {
             report.note(format!(
-                "limits of the kernel: SKIPPED ({why}); instead each node limits the rate at which it \
-                serves"
+                "limits by the kernel: SKIPPED ({why}); instead, each node limits the rate at which it sends"
             ));
             Limits::of_nodes()
         }
@@ -133,7 +132,7 @@ fn measure(arguments: &DualArgs) -> Result<Report, Failure> {
     if is_wanted(Part::Directory) {
         directory::measure(&bench, scratch.part("directory")?.path(), &mut report)?;
     }
-    report.note("all nodes are on this machine, and share its processors and its disk");
+    report.note("all nodes run on this machine, and share its CPU cores and its disk");
     Ok(report)
 }
 

@@ -27,7 +27,7 @@ use crate::setup;
 
 /// The name of the cluster, and what all nodes know.
 pub(super) const CLUSTER: &str = "bench";
-pub(super) const SECRET: &[u8] = b"a secret of a benchmark of 32 bytes";
+pub(super) const SECRET: &[u8] = b"the secret of the benchmark's own cluster";
 /// Tokens of a block.
 pub(super) const BLOCK_TOKENS: u32 = 64;
 /// Blocks of one put.

@@ -128,9 +128,9 @@ pub(super) fn measure(
     let rows: Vec<Value> = gaps.iter().map(row).collect();
     for gap in &gaps {
         report.note(format!(
-            "beside {}: reads of 4 KiB: longest {:.2} ms, p99.9 {:.2} ms; the same reads without waits \
-            for a processor: longest {:.2} ms, p99.9 {:.2} ms; bare reads: longest {:.2} ms ({} reads in \
-            {:.1} s)",
+            "reads of 4 KiB (concurrent work: {}): longest {:.2} ms, p99.9 {:.2} ms; the same reads without \
+            their waits for a CPU core: longest {:.2} ms, p99.9 {:.2} ms; bare reads: longest {:.2} ms ({} \
+            reads in {:.1} s)",
             gap.beside,
             gap.longest() * 1e3,
             gap.p999 * 1e3,

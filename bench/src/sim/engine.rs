@@ -107,8 +107,8 @@ pub(super) fn run(arguments: &EngineArgs, out: &mut dyn Write) -> Result<(), Fai
         });
         let (_, _, times) = fits.ok_or_else(|| {
             fault(format!(
-                "no calibration fits the recording of {} with {}: use --calibrate with a recording of \
-                the same engine that also matches in its use of a disk",
+                "no calibration matches the recording of {} with {}: use --calibrate with a recording of the \
+                same engine and with the same use of a disk",
                 recording.limits.engine,
                 if recording.limits.disk { "a disk" } else { "no disk" }
             ))
@@ -129,8 +129,8 @@ pub(super) fn run(arguments: &EngineArgs, out: &mut dyn Write) -> Result<(), Fai
         let word = if limits.workload.is_empty() { "calibrated" } else { &limits.workload };
         writeln!(
             out,
-            "{word}: the calibration predicts the times of the steps of this recording with an error \
-            of {:.1}% on average",
+            "{word}: the calibration predicts the step times of this recording with an error of {:.1}% on \
+            average",
             100.0 * times.error
         )?;
     }

@@ -1,5 +1,8 @@
 //! `kvarts sim`: traces against tiers, in virtual time.
-#![allow(clippy::disallowed_methods, reason = "reads traces and clusters, and says how long it took")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "the commands of the simulator read files and measure their own time"
+)]
 
 mod cluster;
 pub(crate) mod disk;

@@ -127,9 +127,9 @@ pub(super) fn run(arguments: &SearchArgs, out: &mut dyn Write) -> Result<(), Fai
     write!(out, "{}", table(&found))?;
     let told = match found.best.filter(|best| best.keeps) {
         Some(_) => "the cheapest cluster that meets the targets",
-        None => "no cluster meets the targets; the nearest one",
+        None => "the cluster that is nearest to the targets, because no cluster meets them",
     };
-    writeln!(out, "{} runs; {told}, as the configuration of `serve` on each node:", found.runs)?;
+    writeln!(out, "{} runs. Configuration of `kvarts serve` on each node, for {told}:", found.runs)?;
     Ok(writeln!(out, "\n{paste}")?)
 }
 
@@ -170,7 +170,7 @@ fn paste(best: &Tried) -> String {
         engine.prefetch.name(),
     );
     let Some(disk) = cluster.disk.filter(|disk| disk.gb > 0.0) else {
-        return text + "# a disk tier would cost more than it saves here";
+        return text + "# no disk tier, because a disk tier would cost more than it saves";
     };
     let years = best.drive_life_years.unwrap_or(0.0);
     let budget = match disk.gb * 1e9 / f64::from(1 << 30) {
@@ -187,7 +187,7 @@ fn paste(best: &Tried) -> String {
     );
     if disk.single_owner {
         // `serve` refuses it without members, which are the user's to name.
-        text += "\n# [cluster]: put = \"single\" beside members";
+        text += "\n# [cluster]: set put = \"single\" and the members";
     }
     text
 }

@@ -62,7 +62,7 @@ const LAYERS: [Bar; 2] = [
     most(
         "cpu_over_checking",
         1.25,
-        "processor time of layer reads, relative to a bare loop that checks the same digests",
+        "CPU time of layer reads, relative to a bare loop that checks the same digests",
     )
     .beside("cpu_control"),
 ];
@@ -73,9 +73,12 @@ const MATCH: [Bar; 1] =
 const OPEN: [Bar; 1] =
     [most("ratio", 4.0, "time of a start after a crash, relative to a bare read of the same bytes")
         .beside("control")];
-const MIXED: [Bar; 1] =
-    [most("p99_ratio", 2.6, "99th percentile of layer reads under load, relative to the same reads alone")
-        .beside("p99_control")];
+const MIXED: [Bar; 1] = [most(
+    "p99_ratio",
+    2.6,
+    "99th-percentile time of layer reads under load, relative to the same reads alone",
+)
+.beside("p99_control")];
 const SERVE: [Bar; 2] = [
     least("grpc_hot_ratio", 0.93, "speed of gRPC reads from memory, relative to a bare server")
         .beside("control"),
@@ -111,33 +114,33 @@ const COLD: [Bar; 9] = [
     ),
     told(
         "fetch_ratio",
-        "speed of fetches from the bucket without a reader and a store, relative to the \
-        bare requests: the blocks are verified and dropped",
+        "speed of fetches from the bucket that only verify the blocks and then drop them, relative to the \
+        bare requests",
     ),
     told(
         "put_ratio",
-        "speed of puts of the same bytes from memory, relative to the bare requests: an upper \
-        bound for restores",
+        "speed of puts of the same bytes from memory, relative to the bare requests (an upper bound for the \
+        speed of restores)",
     ),
     most("over_read", 1.125, "bytes read from packs, relative to the requested bytes"),
-    told("restore_cpu_ratio", "processor time of a restore, relative to the bare requests"),
+    told("restore_cpu_ratio", "CPU time of a restore, relative to the bare requests"),
     most(
         "spill_p99_ratio",
         1.2,
-        "99th percentile of reads of the node's own store during a spill at its full rate (--spill-mib), \
-        relative to reads without a spill",
+        "99th-percentile time of reads from the node's own store during a spill at its full rate \
+        (--spill-mib), relative to reads without a spill",
     )
     .beside("spill_p99_control"),
     told(
         "restoring_p99_ratio",
-        "99th percentile of reads of the node's own store during restores, \
-        relative to reads without restores",
+        "99th-percentile time of reads from the node's own store during restores, relative to reads without \
+        restores",
     ),
     most(
         "trouble_p99_ratio",
         1.1,
-        "99th percentile of reads of the node's own store during spills and restores with a failing bucket \
-        (the worst of five failures), relative to a working bucket",
+        "99th-percentile time of reads from the node's own store during spills and restores with a failing \
+        bucket (the worst of five failures), relative to a working bucket",
     )
     .beside("working_p99_control"),
 ];
@@ -145,7 +148,11 @@ const COLD: [Bar; 9] = [
 const DUAL: [Bar; 17] = [
     least("equal_ratio", 1.85, "speed of reads from two equal peers, relative to the faster peer alone")
         .beside("equal_control"),
-    most("equal_first_layer_ratio", 1.15, "time of the first layer, relative to the faster path alone"),
+    most(
+        "equal_first_layer_ratio",
+        1.15,
+        "time until the first layer arrives, relative to the faster path alone",
+    ),
     least(
         "three_to_one_sum_ratio",
         0.90,
@@ -155,8 +162,7 @@ const DUAL: [Bar; 17] = [
     most(
         "three_to_one_first_layer_ratio",
         1.15,
-        "time of the first layer, relative to the faster path \
-        alone",
+        "time until the first layer arrives, relative to the faster path alone",
     ),
     least(
         "dual_ratio",
@@ -164,7 +170,11 @@ const DUAL: [Bar; 17] = [
         "speed of reads from the node's own disk and a peer, relative to the \
         faster path alone",
     ),
-    most("dual_first_layer_ratio", 1.15, "time of the first layer, relative to the faster path alone"),
+    most(
+        "dual_first_layer_ratio",
+        1.15,
+        "time until the first layer arrives, relative to the faster path alone",
+    ),
     most(
         "collapse_ratio",
         1.25,
@@ -174,23 +184,41 @@ const DUAL: [Bar; 17] = [
     most(
         "own_p99_ratio",
         1.33,
-        "99th percentile of reads of the node's own store while a peer is served, relative to reads alone",
+        "99th-percentile time of reads from the node's own store while the node serves a peer, relative to \
+        reads alone",
     ),
-    most("failover_longest_pause_s", 1.0, "longest time without a new layer after a kill -9, in seconds"),
-    most("failover_errors", 0.0, "blocks that were not read because of the kill"),
-    least("peer_ratio", 0.85, "speed of the unlimited lane, relative to a bare copy over a socket"),
-    most("peer_cpu_ratio", 1.30, "processor time of the lane without digests, relative to the bare copy"),
+    most(
+        "failover_longest_pause_s",
+        1.0,
+        "longest time without a new layer after a kill -9 of a node, in seconds",
+    ),
+    most("failover_errors", 0.0, "number of blocks that were not read because of the kill -9"),
+    least(
+        "peer_ratio",
+        0.85,
+        "speed of the lane between nodes, without rate limits, relative to a bare copy over a socket",
+    ),
+    most(
+        "peer_cpu_ratio",
+        1.30,
+        "CPU time of the lane between nodes, without digests, relative to a bare copy",
+    ),
     least(
         "peer_large_ratio",
         0.85,
-        "speed of the unlimited lane in pieces of 4 MiB, relative to a bare copy over a socket",
+        "speed of the lane between nodes for pieces of 4 MiB, without rate limits, relative to a bare copy \
+        over a socket",
     ),
     most(
         "peer_large_cpu_ratio",
         1.30,
-        "processor time of the lane without digests in pieces of 4 MiB, relative to the bare copy",
+        "CPU time of the lane between nodes for pieces of 4 MiB, without digests, relative to a bare copy",
     ),
-    most("lookup_round_trips", 3.0, "a look-up of 4,096 keys over 8 nodes, in round trips of bare sockets"),
+    most(
+        "lookup_round_trips",
+        3.0,
+        "time of a look-up of 4,096 keys over 8 nodes, in round trips of bare sockets",
+    ),
     most("announced_s_per_million", 20.0, "seconds until a million blocks are announced"),
-    most("directory_bytes_per_entry", 48.0, "bytes of the directory for each copy"),
+    most("directory_bytes_per_entry", 48.0, "memory of the directory for each copy of a block, in bytes"),
 ];

@@ -342,7 +342,7 @@ impl Ended {
             held.add(lease, &piece.keys, &results);
             return (Completion { id, kind, results: split.expand(kind, results), written, lease }, held);
         }
-        let unsaid = || Err(Reason::Bug("no piece of the batch gave a result for a block"));
+        let unsaid = || Err(Reason::Bug("no piece of the batch returned a result for a block"));
         let mut results: Vec<_> = std::iter::repeat_with(unsaid).take(blocks).collect();
         let (mut written, mut held) = (0, Held::default());
         for (piece, answer) in answers {
@@ -361,7 +361,10 @@ impl Ended {
 }
 
 /// One, as an eventfd counts: in the machine's own byte order.
-#[allow(clippy::host_endian_bytes, reason = "the kernel reads this word in host order; it is never stored")]
+#[allow(
+    clippy::host_endian_bytes,
+    reason = "the kernel reads this word in host byte order, and the word is never stored"
+)]
 fn one() -> [u8; 8] {
     1_u64.to_ne_bytes()
 }

@@ -58,7 +58,10 @@ impl Span {
     }
 
     fn check(&self, at: usize, len: usize) {
-        assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "range past the end of a buffer");
+        assert!(
+            at.checked_add(len).is_some_and(|end| end <= self.len),
+            "the range ends after the end of the buffer"
+        );
     }
 
     /// Where in the region `at` is.

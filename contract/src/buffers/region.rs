@@ -75,7 +75,7 @@ impl Region {
 
     /// As [`Region::collapse`], of the bytes of this range, which begins with a page.
     pub fn collapse_part(&self, range: Range<usize>) -> bool {
-        assert!(range.start <= range.end && range.end <= self.len, "bytes of the region");
+        assert!(range.start <= range.end && range.end <= self.len, "the range lies outside the region");
         // SAFETY: the range is mapped for as long as the region lives (contract of `adopt`), and this advice changes
         // which pages hold the bytes, not the bytes.
         unsafe { libc::madvise(self.base.add(range.start).cast(), range.len(), libc::MADV_COLLAPSE) == 0 }

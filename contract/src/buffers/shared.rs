@@ -74,7 +74,7 @@ pub fn is_in_memory(file: impl AsFd) -> Result<(), &'static str> {
     // The type's width differs between architectures.
     match kind.f_type as u64 & 0xffff_ffff == TMPFS_MAGIC {
         true => Ok(()),
-        false => Err("the file cannot be shared: use a file in memory (memfd) with pages of the usual size"),
+        false => Err("the file cannot be shared: use an in-memory file (memfd) without huge pages"),
     }
 }
 
@@ -115,7 +115,7 @@ fn mapped(file: BorrowedFd<'_>, bytes: u64, all: Result<u64, &'static str>) -> i
     let all = all.map_err(refused)?;
     let whole = bytes > 0 && bytes.is_multiple_of(PAGE as u64);
     if !whole || bytes > all {
-        return Err(refused("the mapping has no whole pages of the file: at least one is needed"));
+        return Err(refused("the mapping covers no whole page of the file: at least one page is needed"));
     }
     let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
     Ok((Mapping::new(file, len)?, len))

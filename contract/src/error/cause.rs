@@ -110,7 +110,7 @@ fn shape_words(fault: &ShapeCause, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             )
         }
         ShapeCause::Unfinished { offered, count } => {
-            write!(f, "the put was sealed with only {offered} of its {count} layers")
+            write!(f, "the put was sealed after only {offered} of its {count} layers had been offered")
         }
         ShapeCause::Column(group, coordinate) => {
             write!(f, "the model has no group {} with coordinate {coordinate}", group.0)
@@ -189,8 +189,8 @@ impl fmt::Display for SpaceCause {
             ),
             Self::Prefix { limit } => write!(
                 f,
-                "the store's budget of {} has no room for the rest of this prefix; its beginning is kept: raise --budget, or \
-                 store shorter prefixes",
+                "the store's budget of {} has no room for the rest of this prefix, whose first blocks stay \
+                stored: raise --budget, or store shorter prefixes",
                 exact_units(*limit)
             ),
             Self::Disk => f.write_str(
@@ -409,7 +409,7 @@ impl fmt::Display for DirectoryCause {
             ),
             Self::UnfinishedCopy(at) => write!(
                 f,
-                "directory {at} holds an unfinished copy of a store: `kvarts compact --to` was \
+                "directory {at} holds an unfinished copy of a store, because `kvarts compact --to` was \
                 interrupted: run the command again, or delete the directory"
             ),
             Self::LostSuperblock(at, name) => write!(
@@ -447,7 +447,7 @@ impl fmt::Display for DirectoryCause {
                  directories could bring deleted blocks back; {first}"
             ),
             Self::NotReplaced(at, why) => {
-                write!(f, "directory {at} cannot replace another one: {why}")
+                write!(f, "directory {at} cannot replace a missing directory: {why}")
             }
             Self::Foreign { directory, store, first } => {
                 write!(
@@ -479,7 +479,9 @@ fn of_io(cause: &IoError, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             f,
             "{cause}: the file system is read-only: check the log of the kernel (dmesg), and mount the file system writable"
         ),
-        IoErrorKind::Permission => write!(f, "{cause}: give this user the right to write to the directory"),
+        IoErrorKind::Permission => {
+            write!(f, "{cause}: give the user of this process the right to write to the directory")
+        }
         _ => fmt::Display::fmt(cause, f),
     }
 }

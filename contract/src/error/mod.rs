@@ -226,8 +226,9 @@ impl fmt::Display for Reason {
             ),
             Self::Quota { limit, wanted } => write!(
                 f,
-                "the quota of the tenant or model on disk is {limit} bytes, this put needs {wanted} bytes in all, and no block \
-                 can be evicted now: raise `disk` of the tenant, delete blocks, or end pins (`kvarts pin --list` shows the pins)"
+                "the disk quota of the tenant or model is {limit} bytes, but this put needs {wanted} bytes \
+                in total, and no block can be evicted now: raise `disk` of the tenant, delete blocks, or end \
+                pins (`kvarts pin --list` shows the pins)"
             ),
             Self::NotAdmitted => f.write_str(
                 "not admitted: the daily budget of writes is used up, and the block has not been put often \
@@ -344,7 +345,7 @@ pub fn broken_invariant(what: &str) {
 /// Where a record lies. No record lies where the header of its segment does: a client is not told where.
 fn place(segment: u32, offset: u64) -> String {
     match offset {
-        0 => "a block (the server's log gives its place)".to_owned(),
+        0 => "a block (the server's log has its position)".to_owned(),
         offset => format!("segment {segment} at {offset}"),
     }
 }
@@ -374,7 +375,7 @@ mod tests {
         let limit = 3 << 30;
         for (cause, expected) in [
             (SpaceCause::Budget { limit }, ["budget of 3 GiB", "raise --budget", "kvarts pin --release PIN"]),
-            (SpaceCause::Prefix { limit }, ["budget of 3 GiB", "its beginning is kept", "raise --budget"]),
+            (SpaceCause::Prefix { limit }, ["budget of 3 GiB", "first blocks stay stored", "raise --budget"]),
             (SpaceCause::Disk, ["file system of the store is full", "free space", "lower --budget"]),
             (SpaceCause::Index { limit }, ["memory of the index, 3 GiB", "is full", "raise --index-memory"]),
             (SpaceCause::Files { most: 77 }, ["77 segment files", "ulimit -n", "kvarts pin --list"]),
@@ -384,7 +385,7 @@ mod tests {
         }
         let quota = Reason::Quota { limit: 5, wanted: 7 }.to_string();
         let expected = [
-            "quota of the tenant or model on disk is 5 bytes",
+            "disk quota of the tenant or model is 5 bytes",
             "this put needs 7",
             "raise `disk` of the tenant",
             "kvarts pin --list",

@@ -102,7 +102,7 @@ pub struct Gap {
 
 impl fmt::Display for Gap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "events are missing before number {}: start a new snapshot", self.resume.number + 1)
+        write!(f, "events before event number {} are missing: start a new snapshot", self.resume.number + 1)
     }
 }
 

@@ -46,7 +46,10 @@ fn timespec(time: Duration) -> Timespec {
 }
 
 /// One, as an eventfd counts: in the machine's own byte order.
-#[allow(clippy::host_endian_bytes, reason = "the kernel reads this word in host order; it is never stored")]
+#[allow(
+    clippy::host_endian_bytes,
+    reason = "the kernel reads this word in host byte order, and the word is never stored"
+)]
 fn one() -> [u8; 8] {
     1_u64.to_ne_bytes()
 }

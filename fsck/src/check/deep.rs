@@ -274,7 +274,8 @@ impl Group {
             _ => {
                 if let Some((.., first)) = self.last {
                     let finding = Finding::at(findings::SEQUENCE_REPEATED, at.place());
-                    let other = format!("another copy is in segment {} at {}", first.segment, first.offset);
+                    let other =
+                        format!("another copy is in segment {} at offset {}", first.segment, first.offset);
                     into.take(finding.found(other));
                 }
                 self.last = Some((origin, content, at));
@@ -290,7 +291,7 @@ impl Group {
                 (false, _) => findings::SUPERSEDED_COPY,
             };
             let other = format!(
-                "another copy is in shard {} segment {} at {}",
+                "another copy is in shard {} segment {} at offset {}",
                 first.shard, first.segment, first.offset
             );
             into.take(Finding::at(label, at.place()).found(other));

@@ -48,8 +48,8 @@ impl fmt::Display for Refusal {
             Self::Damaged(what) => {
                 write!(
                     f,
-                    "the compaction found damage ({what}) and stopped without the loss of a block: run \
-                    `kvarts fsck --repair`, then continue"
+                    "the compaction found damage ({what}) and stopped; no block was lost: run `kvarts fsck \
+                    --repair`, then compact again"
                 )
             }
             Self::NoRoom(directory, free, needed) => write!(

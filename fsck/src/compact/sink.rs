@@ -63,7 +63,7 @@ pub(super) struct Sink {
 }
 
 fn encoding(error: kvarts_layout::format::EncodeError) -> Refusal {
-    Refusal::Cannot(format!("a structure cannot be written: {error}"))
+    Refusal::Cannot(format!("a structure of the store cannot be written: {error}"))
 }
 
 fn footer_share(body: &Body) -> u64 {

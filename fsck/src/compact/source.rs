@@ -111,14 +111,14 @@ impl<'a> Reader<'a> {
             .map_err(|unsound| self.damaged(held, &unsound.to_string()))?;
         let digests: Vec<u32> = opened.digests().collect();
         let Ok(Body::Blocks(blocks)) = opened.body() else {
-            return Err(self.damaged(held, "the record is not the one that the footer lists"));
+            return Err(self.damaged(held, "the record differs from the record that the footer lists"));
         };
         let space = self.inventory.spaces.get(held.space as usize);
         let shape = space.and_then(|space| space.shape(blocks.group, blocks.coordinate));
         let layout = layout_from_code(blocks.layout).zip(shape).and_then(|(layout, shape)| {
             RunLayout::new(layout, blocks.layout_version, &shape, held.blocks).ok()
         });
-        let layout = layout.ok_or_else(|| self.damaged(held, "the shape of a record is unknown"))?;
+        let layout = layout.ok_or_else(|| self.damaged(held, "the shape of a record's blocks is unknown"))?;
         let stored = match Encoding::from_code(blocks.encoding) {
             None => None,
             Some(encoding) => {
@@ -126,11 +126,7 @@ impl<'a> Reader<'a> {
                 Some((
                     encoding,
                     places.ok_or_else(|| {
-                        self.damaged(
-                            held,
-                            "the stored lengths do not match the \
-                    record",
-                        )
+                        self.damaged(held, "the stored lengths of the chunks do not match the record")
                     })?,
                 ))
             }
@@ -138,7 +134,9 @@ impl<'a> Reader<'a> {
         let expected = stored.as_ref().map_or(layout.payload_bytes(), |(_, places)| places.payload_bytes());
         let chunks = (held.blocks as usize).saturating_mul(layout.chunk_count() as usize);
         if expected != held.payload_bytes || digests.len() != chunks {
-            return Err(self.damaged(held, "the length of a payload does not match its blocks"));
+            return Err(
+                self.damaged(held, "the length of the payload does not match the blocks of the record")
+            );
         }
         let payload_at = held.header_bytes as usize;
         Ok(Read { has_payload, blocks, digests, layout, stored, bytes, payload_at })
@@ -152,11 +150,10 @@ impl<'a> Reader<'a> {
         (block, part): (u32, u32),
         decoded: &'b mut Vec<u8>,
     ) -> Result<(&'b [u8], u32), Refusal> {
-        let place = read
-            .layout
-            .parts()
-            .get(part as usize)
-            .ok_or_else(|| self.damaged(held, "a part of the record is not in its shape"))?;
+        let place =
+            read.layout.parts().get(part as usize).ok_or_else(|| {
+                self.damaged(held, "a part of the record is not in the shape of its blocks")
+            })?;
         let raw = match &read.stored {
             None => {
                 let offset = place.offset.saturating_add(place.step.saturating_mul(u64::from(block)));
@@ -215,7 +212,7 @@ impl<'a> Reader<'a> {
         let shape = inventory.spaces.get(held.space as usize);
         let shape = shape.and_then(|space| space.shape(held.group, held.coordinate));
         let layout = shape.and_then(|shape| RunLayout::new(target, LAYOUT_VERSION, &shape, count).ok());
-        let layout = layout.ok_or_else(|| self.damaged(held, "the shape of a record is unknown"))?;
+        let layout = layout.ok_or_else(|| self.damaged(held, "the shape of a record's blocks is unknown"))?;
         let image_bytes = usize::try_from(layout.image_bytes()).unwrap_or(0);
         let (mut image, mut head, mut digests) = (vec![0u8; image_bytes], None, Vec::new());
         let sizes_only = self.options.dry_run && self.stay_raw(pieces);
@@ -296,7 +293,7 @@ impl<'a> Reader<'a> {
                 let at = place.offset.saturating_add(place.step.saturating_mul(to));
                 let at = usize::try_from(at).unwrap_or(usize::MAX);
                 let Some(into) = image.get_mut(at..at.saturating_add(raw.len())) else {
-                    return Err(self.damaged(held, "a chunk is longer than its place"));
+                    return Err(self.damaged(held, "a chunk is longer than the space for it"));
                 };
                 into.copy_from_slice(raw);
                 digests.push(digest);

@@ -1,5 +1,8 @@
 //! Real directories: direct reads where the file system allows them, plain ones elsewhere.
-#![allow(clippy::disallowed_methods, reason = "this is the seam: an offline program's files")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "offline programs access files only here, so that tests can simulate a disk"
+)]
 
 use std::fs::{File, OpenOptions};
 use std::io;

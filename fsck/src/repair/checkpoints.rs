@@ -36,7 +36,7 @@ pub(super) fn fix(
         let mut unread = found.problems.iter().filter(|finding| not_read.contains(&finding.label)).peekable();
         if unread.peek().is_some() {
             for slot in unread.filter_map(|finding| slot_of(finding.file.as_deref()?)) {
-                let why = "the checkpoint cannot be read now: the repair writes no checkpoint of this \
+                let why = "the checkpoint cannot be read now, so the repair writes no checkpoint of this \
                     shard until all checkpoints can be read";
                 site.cannot(log, &path(shard.number, slot), why);
             }

@@ -431,7 +431,7 @@ impl Device for Emulated {
             name: format!("host memory, {} MB/s", self.0.model.bytes_per_second / 1_000_000),
             memory_bytes: Some(self.0.model.memory_bytes),
             notes: vec![
-                "an emulated device: its times come from a model, and no device was measured".to_owned(),
+                "this device is emulated: its times come from a model, and no device was measured".to_owned(),
             ],
         }
     }
@@ -594,11 +594,11 @@ impl Device for Emulated {
     fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError> {
         let adopted = memory.raw.downcast_ref::<Adopted>().ok_or(DeviceError::Foreign("this memory"))?;
         if !adopted.0.has_file() {
-            return Err(DeviceError::Foreign("memory that it did not allocate"));
+            return Err(DeviceError::Foreign("memory that was not allocated on this device"));
         }
         if memory.base != adopted.0.base() {
             return Err(DeviceError::Foreign(
-                "a part of an allocation as a handle: export the whole allocation",
+                "a handle for a part of an allocation: export the whole allocation",
             ));
         }
         Ok(adopted.0.handle())

@@ -230,7 +230,8 @@ impl Pipeline {
         let wanted = request.layers.clone().unwrap_or(0..all.len() as u32);
         if wanted.is_empty() || wanted.end as usize > all.len() {
             return Err(LandError::Request(format!(
-                "the range of layers from {} up to but without {} is empty, or exceeds the {} layers of the model",
+                "the range of layers {}..{} (without its end) is empty, or exceeds the {} layers of the \
+                model",
                 wanted.start,
                 wanted.end,
                 all.len()
@@ -244,7 +245,7 @@ impl Pipeline {
         if request.keys.len() != request.into.blocks() as usize {
             let (keys, places) = (request.keys.len(), request.into.blocks());
             return Err(LandError::Request(format!(
-                "{keys} keys were given for {places} places: give one key for each place"
+                "{keys} keys were given for {places} destination slots: give one key for each slot"
             )));
         }
         Ok(())

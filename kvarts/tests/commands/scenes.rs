@@ -154,7 +154,7 @@ const PLANNING: &[Step] = &[
     ),
     step(
         "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --stored 28672 --disk 12",
-        &["GROUP", "load from disk", "boundary: token ", "the shorter load of this plan in", "729.0"],
+        &["GROUP", "load from disk", "boundary: token ", "with the shorter load of this plan", "729.0"],
     ),
     step(
         "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --stored 28672 --disk 2.75 --overlap none",

@@ -63,7 +63,11 @@ struct ArrangementForm<S> {
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields, bound = "S: Deserialize<'de>", expecting = "the fields of an identity by name")]
+#[serde(
+    deny_unknown_fields,
+    bound = "S: Deserialize<'de>",
+    expecting = "a table with the fields of an identity"
+)]
 struct Form<S> {
     model: Option<S>,
     revision: Option<S>,

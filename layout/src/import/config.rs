@@ -165,7 +165,7 @@ impl<'a> Config<'a> {
             return Err(ImportError::Value {
                 field: self.path(field),
                 found: shorten(&format!("{ids:?}")),
-                expected: format!("layers below {layers} in increasing order"),
+                expected: format!("numbers of layers below {layers}, in increasing order"),
             });
         }
         Ok(ids)
@@ -175,7 +175,7 @@ impl<'a> Config<'a> {
         ImportError::Value {
             field: self.path(field),
             found: format!("{found} entries"),
-            expected: format!("one for each of {layers} layers"),
+            expected: format!("one entry for each of the {layers} layers"),
         }
     }
 
@@ -198,7 +198,7 @@ impl<'a> Config<'a> {
         let field = if self.has("dtype") || self.outer_has("dtype") { "dtype" } else { "torch_dtype" };
         let found = self.get(field).or_else(|| self.outer?.get(field)).filter(|value| !value.is_null());
         let found = found.ok_or_else(|| {
-            self.missing(field, "the number format of the cache; the KV data type can give it instead")
+            self.missing(field, "the number format of the cache, unless the KV data type is set")
         })?;
         let dtype = found.as_str().and_then(float);
         let dtype = dtype.ok_or_else(|| self.value(field, found, "bfloat16, float16 or float32"))?;
@@ -217,7 +217,7 @@ impl<'a> Config<'a> {
             if quantisation.and_then(|q| q.get(key)).is_some_and(|scheme| !scheme.is_null()) {
                 return Err(ImportError::Feature {
                     field: format!("quantization_config.{key}"),
-                    reason: "the checkpoint quantises the cache; give the KV data type",
+                    reason: "the checkpoint quantises the cache: set the KV data type",
                 });
             }
         }

@@ -25,13 +25,10 @@ pub(super) fn with_derived_head_dim(
     if config.has("head_dim") {
         return full(config, options);
     }
-    let hidden = config.count(
-        "hidden_size",
-        "the number of attention heads, from which the size of a head \
-        follows",
-    )?;
+    let hidden =
+        config.count("hidden_size", "the number of attention heads, which determines the size of a head")?;
     let heads =
-        config.count("num_attention_heads", "the hidden size, from which the size of a head follows")?;
+        config.count("num_attention_heads", "the hidden size, which determines the size of a head")?;
     match (hidden.checked_rem(heads), hidden.checked_div(heads)) {
         (Some(0), Some(head_dim)) => all_full(config, options, head_dim),
         _ => Err(ImportError::Value {

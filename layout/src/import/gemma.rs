@@ -8,7 +8,7 @@ use super::{Built, ImportError, ImportOptions};
 /// Gemma 2: `layer_types`, or every second layer is full, as the architecture defines.
 pub(super) fn gemma2(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let (order, note) =
-        periodic(config, (2, "Every second layer is full attention, as the architecture defines."))?;
+        periodic(config, (2, "Every second layer has full attention, as the architecture defines."))?;
     windowed(config, options, order, note)
 }
 
@@ -16,13 +16,14 @@ pub(super) fn gemma2(config: &Config<'_>, options: &ImportOptions) -> Result<Bui
 /// itself makes the period 6 if the file says neither.
 pub(super) fn gemma3(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let (order, note) =
-        periodic(config, (6, "Every sixth layer is full attention, as the architecture defines."))?;
+        periodic(config, (6, "Every sixth layer has full attention, as the architecture defines."))?;
     windowed(config, options, order, note)
 }
 
 /// Command R7B: the same with a period of 4. A window has the token itself beside the `sliding_window` before it.
 pub(super) fn cohere2(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
-    let layers = periodic(config, (4, "Every fourth layer is full attention, as the architecture defines."))?;
+    let layers =
+        periodic(config, (4, "Every fourth layer has full attention, as the architecture defines."))?;
     let window = config.count("sliding_window", WINDOW)?.saturating_add(1);
     windows_of(config, options, layers, window)
 }

@@ -18,7 +18,8 @@ pub(super) fn glm(config: &Config<'_>, options: &ImportOptions) -> Result<Built,
     let layers = config.layer_count()?;
     let own = match (types(config, layers)?, schedule(config, layers)?) {
         (Some(types), Some(schedule)) if types != schedule => {
-            return Err(config.feature("indexer_types", "the field contradicts the schedule of index_topk"));
+            return Err(config
+                .feature("indexer_types", "the field contradicts index_topk_pattern or index_topk_freq"));
         }
         (Some(own), _) | (None, Some(own)) => own,
         (None, None) => vec![true; layers],
@@ -101,15 +102,11 @@ fn schedule(config: &Config<'_>, layers: usize) -> Result<Option<Vec<bool>>, Imp
 /// MiniMax-M3: every layer keeps keys and values; sparse ones an index key a token as well, in the model's own format.
 pub(super) fn minimax_m3(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let layers = config.layer_count()?;
-    let sparse = config.nested(
-        "sparse_attention_config",
-        "the list of layers that choose blocks by an index \
-        key",
-    )?;
+    let sparse = config
+        .nested("sparse_attention_config", "the list of layers that select blocks with an index key")?;
     if sparse.switch("use_sparse_attention")? == Some(false) {
-        return Err(
-            sparse.feature("use_sparse_attention", "the architecture without its index is not supported")
-        );
+        return Err(sparse
+            .feature("use_sparse_attention", "this architecture is not supported without sparse attention"));
     }
     let flags = |field: &str, what| -> Result<Vec<u32>, ImportError> {
         let flags = sparse.numbers(field)?.ok_or_else(|| sparse.missing(field, what))?;
@@ -122,9 +119,12 @@ pub(super) fn minimax_m3(config: &Config<'_>, options: &ImportOptions) -> Result
         }
     };
     let chosen = flags("sparse_attention_freq", "the list of sparse layers")?;
-    let keys_only = flags("sparse_disable_index_value", "the list of layers whose index has keys only")?;
+    let keys_only =
+        flags("sparse_disable_index_value", "the list of layers whose indexer stores keys but no values")?;
     if chosen.iter().zip(&keys_only).any(|(chosen, keys_only)| *chosen == 1 && *keys_only == 0) {
-        return Err(sparse.feature("sparse_disable_index_value", "an index with values is not supported"));
+        return Err(
+            sparse.feature("sparse_disable_index_value", "an indexer that stores values is not supported")
+        );
     }
     let numbers = sparse.count("sparse_index_dim", INDEX)?;
     let dtype = config.model_dtype()?;

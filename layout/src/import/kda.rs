@@ -64,7 +64,8 @@ pub(super) fn kimi(config: &Config<'_>, options: &ImportOptions) -> Result<Built
     let kind = |layer: usize| match (delta_layers.contains(&layer), full_layers.contains(&layer)) {
         (true, false) => Ok("delta"),
         (false, true) => Ok("mla"),
-        _ => Err(inner.feature("kda_layers", "each layer must be in exactly one of the two lists")),
+        _ => Err(inner
+            .feature("kda_layers", "each layer must be in exactly one of kda_layers and full_attn_layers")),
     };
     let order = (1..last).map(kind).collect::<Result<Vec<_>, _>>()?;
     let delta = Delta {

@@ -23,9 +23,10 @@ pub(super) fn mla(config: &Config<'_>, options: &ImportOptions) -> Result<Built,
     refuse_indexer(config)?;
     let dtype = config.kv_dtype(options)?;
     if dtype == Dtype::Nvfp4 {
-        return Err(
-            config.feature("kv_lora_rank", "this number format is supported only with a sparse indexer")
-        );
+        return Err(config.feature(
+            "kv_lora_rank",
+            "the number format nvfp4 is supported only for models with a sparse indexer",
+        ));
     }
     Ok(Built {
         parts: vec![latent_part(config, dtype)?],
@@ -97,8 +98,7 @@ pub(super) fn refuse_records(config: &Config<'_>, dtype: Dtype) -> Result<(), Im
         Dtype::Bf16 | Dtype::Fp16 | Dtype::Fp32 => Ok(()),
         _ => Err(config.feature(
             "kv_lora_rank",
-            "entries of this architecture are supported only without \
-                scales",
+            "the cache entries of this architecture are supported only in number formats without scales",
         )),
     }
 }
@@ -107,7 +107,9 @@ pub(super) fn refuse_records(config: &Config<'_>, dtype: Dtype) -> Result<(), Im
 /// sparse (4) or heavily compressed (128) entries with what their compressors still hold.
 pub(super) fn compressed(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     if options.kv_dtype.is_some_and(|dtype| dtype != Dtype::Fp8) {
-        return Err(config.feature("head_dim", "entries of this architecture are supported only in fp8"));
+        return Err(
+            config.feature("head_dim", "the cache entries of this architecture are supported only in fp8")
+        );
     }
     expect(config, "head_dim", "the size of an entry", LATENT_DIM)?;
     expect(config, "qk_rope_head_dim", ROPE, ROPE_DIM)?;
@@ -188,7 +190,7 @@ pub(super) fn expect(
         found => Err(ImportError::Value {
             field: config.path(field),
             found: found.to_string(),
-            expected: format!("{only}, the only supported size of an entry"),
+            expected: format!("{only}, the only supported size of a cache entry"),
         }),
     }
 }

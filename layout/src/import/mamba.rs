@@ -14,7 +14,8 @@ pub(super) fn nemotron(config: &Config<'_>, options: &ImportOptions) -> Result<B
     let order: Vec<&'static str> = all.into_iter().flatten().collect();
     let heads = config.heads("mamba_num_heads", "the number of heads of a Mamba-2 layer")?;
     let head_dim = config.count("mamba_head_dim", "the size of a Mamba-2 head")?;
-    let state = config.count("ssm_state_size", "the size of a head's state for each number of the head")?;
+    let state =
+        config.count("ssm_state_size", "the number of state elements for each element of a Mamba-2 head")?;
     let groups =
         config.heads(renamed(config, "n_groups", "mamba_n_groups"), "the number of groups of heads")?;
     let kernel = config
@@ -90,8 +91,7 @@ fn blocks(config: &Config<'_>) -> Result<Vec<Option<&'static str>>, ImportError>
             field,
             index,
             other,
-            "the letter of a kind of layer: Mamba-2, \
-            attention, MLP or MoE",
+            "mamba (or M), attention (or *), mlp (or -) or moe (or E)",
         )),
     };
     blocks.iter().enumerate().map(kind).collect()

@@ -111,15 +111,15 @@ impl fmt::Display for ImportError {
             Self::Json { line, column, message } => {
                 write!(f, "line {line}, column {column}: the text is not valid JSON: {message}")
             }
-            Self::Missing { field, what } => write!(f, "{field}: the field is missing; it gives {what}"),
+            Self::Missing { field, what } => write!(f, "{field}: the field is missing; expected {what}"),
             Self::Value { field, found, expected } => {
                 write!(f, "{field}: found {found}; expected {expected}")
             }
             Self::Feature { field, reason } => write!(f, "{field}: {reason}"),
             Self::Architecture { name, missing } => write!(
                 f,
-                "the architecture {name} is not supported, because these facts about it are missing: {}. \
-                If you know these facts, write a spec by hand",
+                "the architecture {name} is not supported, because these facts about the architecture are \
+                missing: {}. If you know these facts, write a spec by hand",
                 missing.join(", ")
             ),
             Self::Spec(error) => write!(f, "no valid spec follows from the configuration: {error}"),
@@ -275,7 +275,7 @@ pub fn import_hf_config(json: &str, options: &ImportOptions) -> Result<ModelSpec
             return Err(ImportError::Missing { field, what: "the number of draft layers" });
         }
         (_, true) => {
-            let reason = "the state of draft layers of this architecture is not known";
+            let reason = "the cached state of this architecture's draft layers is not known";
             let like = built.draft.and_then(|name| built.parts.iter().find(|part| part.name == name));
             let mut draft =
                 like.cloned().ok_or_else(|| config.feature("num_nextn_predict_layers", reason))?;
@@ -362,8 +362,10 @@ fn of_used(
 }
 
 fn missing_facts(top: &Config<'_>) -> Vec<&'static str> {
-    let mut missing =
-        vec!["the state of each kind of layer (its parts, and how their bytes depend on the tokens)"];
+    let mut missing = vec![
+        "the cached state of each kind of layer (its parts, and how their sizes depend on the number of \
+        tokens)",
+    ];
     let facts = [
         ("num_hidden_layers", "num_hidden_layers"),
         ("num_key_value_heads", "num_key_value_heads"),

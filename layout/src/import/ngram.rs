@@ -31,10 +31,11 @@ pub(super) fn qwen4(config: &Config<'_>, options: &ImportOptions) -> Result<Buil
         let pool = NonZeroU32::new(pool).filter(|pool| pool.get() > 1).ok_or_else(|| {
             config.feature("indexer_compress_ratio", "index keys that are not pooled are not supported")
         })?;
-        if config.count("indexer_kv_heads", "the number of index keys of a group")? != 1 {
-            return Err(
-                config.feature("indexer_kv_heads", "several index keys for a group are not supported")
-            );
+        if config.count("indexer_kv_heads", "the number of index keys for a group of tokens")? != 1 {
+            return Err(config.feature(
+                "indexer_kv_heads",
+                "more than one index key for a group of tokens is not supported",
+            ));
         }
         let numbers = config.count("indexer_head_dim", INDEX)?;
         let key = product(config, "indexer_head_dim", &[numbers.into(), dtype.bytes(config)?])?;
@@ -55,8 +56,7 @@ pub(super) fn qwen4(config: &Config<'_>, options: &ImportOptions) -> Result<Buil
             _ => {
                 return Err(config.feature(
                     "ple_layer_ids",
-                    "the number of a linear layer, counted from 1, in each \
-                        entry",
+                    "each entry must be the number of a linear layer, counted from 1",
                 ));
             }
         }

@@ -184,12 +184,12 @@ fn draft_layers_are_included_where_it_is_known_what_they_keep() {
     let refused = [
         (
             &families["mixtral"],
-            "num_nextn_predict_layers: the field is missing; it gives the number of draft layers",
+            "num_nextn_predict_layers: the field is missing; expected the number of draft layers",
         ),
         // A convolution over delta layers holds inputs of drafts as well: how many, the engine decides.
         (
             &serde_json::from_str(config!("glm5_next")).unwrap(),
-            "text_config.num_nextn_predict_layers: the state of draft",
+            "text_config.num_nextn_predict_layers: the cached state of",
         ),
     ];
     for (config, expected) in refused {
@@ -330,20 +330,20 @@ fn what_would_change_the_geometry_of_a_served_model_is_refused_by_its_field() {
             config!("kimi_linear"),
             "linear_attn_config.kda_layers",
             json!([1, 2, 3, 4]),
-            "linear_attn_config.kda_layers: each layer must be in exactly one of the two lists",
+            "linear_attn_config.kda_layers: each layer must be in exactly one of kda_layers and",
         ),
         (
             config!("kimi_k3"),
             "linear_attn_config.kda_layers",
             json!([94]),
-            "text_config.linear_attn_config.kda_layers: found `[94]`; expected layers below 94",
+            "text_config.linear_attn_config.kda_layers: found `[94]`; expected numbers of layers below 94",
         ),
         (config!("glm_moe_dsa"), "indexer_types", json!(shared), "indexer_types: the first layer shares"),
         (
             config!("glm_moe_dsa"),
             "indexer_types",
             json!(vec!["full"; 78]),
-            "indexer_types: the field contradicts the schedule of index_topk",
+            "indexer_types: the field contradicts index_topk_pattern or",
         ),
         (
             config!("hy_v4"),
@@ -362,26 +362,26 @@ fn what_would_change_the_geometry_of_a_model_with_index_keys_is_refused_by_its_f
             config!("minimax_m3"),
             "sparse_attention_config.sparse_disable_index_value",
             json!(vec![0; 60]),
-            "sparse_attention_config.sparse_disable_index_value: an index with values is not supported",
+            "sparse_attention_config.sparse_disable_index_value: an indexer that stores values is",
         ),
         (config!("minimax_m3"), "index_topk_freq", json!(4), "index_topk_freq: an indexer shared between"),
         (
             config!("deepseek_v41"),
             "kv_source_layer_ids",
             json!([2, 8, 14]),
-            "text_config.compress_ratios[20]: the last source before this layer has entries for another",
+            "text_config.compress_ratios[20]: the nearest earlier layer in kv_source",
         ),
         (
             config!("deepseek_v41"),
             "kv_source_layer_ids",
             json!(null),
-            "text_config.kv_source_layer_ids: the field is missing; it gives the list of layers that store entries",
+            "text_config.kv_source_layer_ids: the field is missing; expected the list of layers that store entries",
         ),
         (
             config!("deepseek_v41"),
             "index_source_layer_ids",
             json!([8]),
-            "text_config.compress_ratios[2]: this layer needs chosen entries, but neither this layer nor a layer before it chooses entries",
+            "text_config.compress_ratios[2]: this layer reads selected entries",
         ),
         (
             config!("deepseek_v41"),

@@ -51,8 +51,10 @@ pub(super) fn deepseek_v41(config: &Config<'_>, options: &ImportOptions) -> Resu
         None | Some(Dtype::Fp8) => ENTRY,
         Some(Dtype::Nvfp4) => SMALL_ENTRY,
         Some(_) => {
-            return Err(config
-                .feature("head_dim", "entries of this architecture are supported only in fp8 and nvfp4"));
+            return Err(config.feature(
+                "head_dim",
+                "the cache entries of this architecture are supported only in fp8 and nvfp4",
+            ));
         }
     };
     expect(config, "head_dim", "the size of an entry", LATENT_DIM)?;
@@ -121,7 +123,7 @@ fn order(config: &Config<'_>, layers: usize) -> Result<Vec<&'static str>, Import
     }
     let sources = config.layer_ids("kv_source_layer_ids", "the list of layers that store entries", layers)?;
     let indices =
-        config.layer_ids("index_source_layer_ids", "the list of layers that choose entries", layers)?;
+        config.layer_ids("index_source_layer_ids", "the list of layers that select entries", layers)?;
     let mut source = None;
     let mut chosen = false;
     let mut order = Vec::with_capacity(layers);
@@ -129,7 +131,9 @@ fn order(config: &Config<'_>, layers: usize) -> Result<Vec<&'static str>, Import
         let refuse = |reason| config.feature(&format!("compress_ratios[{layer}]"), reason);
         let names = match ratio {
             0 if sources.contains(&layer) || indices.contains(&layer) => {
-                return Err(refuse("a layer in the list of sources must have entries"));
+                return Err(refuse(
+                    "a layer in kv_source_layer_ids or index_source_layer_ids must have entries",
+                ));
             }
             0 => {
                 order.push("window");
@@ -146,18 +150,20 @@ fn order(config: &Config<'_>, layers: usize) -> Result<Vec<&'static str>, Import
         chosen |= chooses;
         if !chosen {
             return Err(refuse(
-                "this layer needs chosen entries, but neither this layer nor a layer before it \
-                chooses entries",
+                "this layer reads selected entries, but neither this layer nor an earlier layer is in \
+                index_source_layer_ids",
             ));
         }
         if sources.contains(&layer) {
             if !chooses {
-                return Err(refuse("a source without index keys is not supported"));
+                return Err(refuse("a layer in kv_source_layer_ids must also be in index_source_layer_ids"));
             }
             source = Some(ratio);
             order.push(names.source);
         } else if source != Some(ratio) {
-            return Err(refuse("the last source before this layer has entries for another number of tokens"));
+            return Err(refuse(
+                "the nearest earlier layer in kv_source_layer_ids is missing or has another compress_ratio",
+            ));
         } else {
             order.push(if chooses { names.index_reader } else { names.reader });
         }

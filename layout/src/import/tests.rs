@@ -252,7 +252,7 @@ fn a_missing_fact_is_named() {
         for config in [without(config.clone(), field), with(config.clone(), field, Value::Null)] {
             let error = refusal(&config);
             assert!(
-                error.starts_with(&format!("{field}: the field is missing; it gives ")),
+                error.starts_with(&format!("{field}: the field is missing; expected ")),
                 "{field}: {error}"
             );
         }
@@ -314,10 +314,10 @@ fn an_unknown_architecture_is_refused_with_the_facts_that_are_missing() {
         json!({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "num_hidden_layers": 64});
     assert_eq!(
         refusal(&mamba),
-        "the architecture `mamba2` is not supported, because these facts about it are missing: the state \
-        of each kind of layer (its parts, and how their bytes depend on the tokens), \
-        num_key_value_heads, head_dim, the cache's number format (torch_dtype). If you know these facts, \
-        write a spec by hand"
+        "the architecture `mamba2` is not supported, because these facts about the architecture are missing: \
+        the cached state of each kind of layer (its parts, and how their sizes depend on the number of \
+        tokens), num_key_value_heads, head_dim, the cache's number format (torch_dtype). If you know these \
+        facts, write a spec by hand"
     );
     let draft = with(llama(1, 4096, 32), "architectures", json!(["LlamaForCausalLMEagle3"]));
     assert!(refusal(&draft).starts_with("the architecture `LlamaForCausalLMEagle3` is not supported"));
@@ -346,7 +346,7 @@ fn features_that_would_change_the_geometry_are_refused() {
         ),
         (
             with(pro(), "compress_ratios", json!(vec![4; 60])),
-            "compress_ratios: found 60 entries; expected one for each of 61",
+            "compress_ratios: found 60 entries; expected one entry for each of the 61",
         ),
         (
             with(minimax(), "attn_type_list", json!(vec![0; 62])),
@@ -379,7 +379,7 @@ fn features_that_would_change_the_geometry_are_refused() {
         ),
         (
             with(qwen3(), "quantization_config", json!({"kv_cache_scheme": {"num_bits": 8}})),
-            "quantization_config.kv_cache_scheme: the checkpoint quantises the cache; give the KV data type",
+            "quantization_config.kv_cache_scheme: the checkpoint quantises the cache: set the KV data type",
         ),
     ];
     for (config, expected) in cases {

@@ -64,8 +64,8 @@ impl fmt::Display for PlanError {
                 )
             }
             Self::Order => f.write_str(
-                "blocks, layers or destination places are repeated or not sorted: \
-                sort the list, and give each entry once",
+                "blocks, layers or destination slots are repeated or not sorted: sort the list, and give \
+                each entry once",
             ),
             Self::Shape => f.write_str(
                 "the records and the placement have different block shapes: use one \
@@ -74,15 +74,12 @@ impl fmt::Display for PlanError {
             Self::Placement { needed, available } => {
                 write!(
                     f,
-                    "the placement has places for {available} blocks, but {needed} blocks were \
-                    requested"
+                    "the placement has slots for {available} blocks, but {needed} blocks were requested"
                 )
             }
-            Self::Unplaced { part } => write!(
-                f,
-                "part {part} was requested, but the placement has no place \
-                for this part"
-            ),
+            Self::Unplaced { part } => {
+                write!(f, "part {part} was requested, but the placement has no target for this part")
+            }
             Self::PayloadOffset { offset } => {
                 write!(f, "the payload starts at {offset}: it must start at a multiple of 4096")
             }

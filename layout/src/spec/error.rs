@@ -165,7 +165,7 @@ impl fmt::Display for SpecError {
             }
             Self::EntryTokens => write!(
                 f,
-                "no block size up to {MAX_BLOCK_TOKENS} tokens is a whole number of entries in every stream"
+                "no block size up to {MAX_BLOCK_TOKENS} tokens gives every stream a whole number of entries"
             ),
             Self::BlockBytes { group } => {
                 write!(f, "the smallest block of group {group} is larger than {MAX_BLOCK_BYTES} bytes")

@@ -75,7 +75,9 @@ impl fmt::Display for FormError {
                 bytes"
             ),
             FormFault::Text(message) => f.write_str(message),
-            FormFault::Missing => f.write_str("the key is missing, and the role of the part requires it"),
+            FormFault::Missing => {
+                f.write_str("the key is missing, and the role of the part requires this key")
+            }
             FormFault::Unwanted => f.write_str("a part of this role cannot have this key"),
             FormFault::Name => f.write_str(
                 "the name is not valid: use a short name of lower-case \

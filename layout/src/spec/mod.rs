@@ -94,7 +94,7 @@ impl ModelSpec {
         };
         form::Draft {
             name: name.to_owned(),
-            source: "pages of an engine, taken as they are".to_owned(),
+            source: "pages of an engine, stored without changes".to_owned(),
             note: String::new(),
             block_tokens: DEFAULT_BLOCK_TOKENS,
             parts: vec![page],

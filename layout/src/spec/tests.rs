@@ -376,7 +376,7 @@ const FAULTS: &[(&str, &str, &str)] = &[
     (
         "role = \"stream\"",
         "role = \"window\"",
-        "part.kv.window_tokens: the key is missing, and the role of the part requires it",
+        "part.kv.window_tokens: the key is missing, and the role of the part requires this key",
     ),
     ("role = \"stream\"", "role = \"river\"", "line 11, column 8: unknown variant `river`, expected "),
     ("role = \"stream\"", "", "line 9, column 1: missing field `role`"),

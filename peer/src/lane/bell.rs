@@ -54,5 +54,8 @@ impl Wake for Bell {
 }
 
 /// One, as an eventfd counts: in the machine's own byte order.
-#[allow(clippy::host_endian_bytes, reason = "the kernel reads this word in host order; it is never stored")]
+#[allow(
+    clippy::host_endian_bytes,
+    reason = "the kernel reads this word in host byte order, and the word is never stored"
+)]
 const ONE: [u8; 8] = 1_u64.to_ne_bytes();

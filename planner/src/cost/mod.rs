@@ -89,12 +89,12 @@ impl fmt::Display for Told {
         match (self.error, self.error_max) {
             (Some(mean), Some(most)) => write!(
                 f,
-                "{kind} of {} samples; its error is {:.1}% on average and {:.1}% at most",
+                "{kind} from {} samples, with an error of {:.1}% on average and {:.1}% at most",
                 self.samples,
                 100.0 * mean,
                 100.0 * most
             ),
-            _ => write!(f, "{kind}, without a measured time, so its error is not known"),
+            _ => write!(f, "{kind} without measured times, so the error is not known"),
         }
     }
 }

@@ -24,7 +24,7 @@ fn a_roofline_is_arithmetic_for_long_prompts_and_bytes_for_short_ones() {
     assert!(roofline.decode_ms(64, 64 * 8192) > roofline.decode_ms(64, 64));
     let shared = Roofline::new(model("llama-3.1-8b").unwrap(), device("h100").unwrap(), 2);
     assert!(shared.prefill_ms(0, 8192) < roofline.prefill_ms(0, 8192));
-    assert_eq!(roofline.told().to_string(), "roofline, without a measured time, so its error is not known");
+    assert_eq!(roofline.told().to_string(), "roofline without measured times, so the error is not known");
 }
 
 #[test]

@@ -106,7 +106,7 @@ fn only_the_beginning_is_loaded_where_a_queue_makes_the_rest_too_late() {
     assert!(matches!(plan.reason, Reason::Shorter { longest_tokens: 640, .. }), "{}", plan.reason);
     assert_eq!(plan.actions.len(), 1);
     assert_eq!(plan.actions[0].does, Does::Load(Source::Dram));
-    assert!(plan.reason.to_string().starts_with("a load up to token 640 results in "));
+    assert!(plan.reason.to_string().starts_with("with a load up to token 640, "));
 }
 
 #[test]

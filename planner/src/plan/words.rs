@@ -61,8 +61,8 @@ impl fmt::Display for Reason {
             }
             Self::Shorter { longest_tokens, longest_ms, ms } => write!(
                 f,
-                "a load up to token {longest_tokens} results in {longest_ms:.1} ms to the first token, \
-                the shorter load of this plan in {ms:.1} ms"
+                "with a load up to token {longest_tokens}, the first token takes {longest_ms:.1} ms; with \
+                the shorter load of this plan, the first token takes {ms:.1} ms"
             ),
             Self::Slower { longest_tokens, longest_ms, ms } => write!(
                 f,

@@ -256,8 +256,8 @@ fn devices(from: &Cluster, vary: bool) -> Result<Vec<(u32, f64)>, String> {
     let known = cost::model(&from.model).zip(cost::device(&from.nodes.device));
     let Some((model, device)) = known.filter(|_| from.measured.is_none()) else {
         return Err(
-            "vary: hbm varies with the number of devices, but the times in [measured] hold for one number \
-            only: remove hbm from vary, or remove [measured]"
+            "vary: hbm varies with the number of devices, but the times in [measured] are valid for only one \
+            number of devices: remove hbm from vary, or remove [measured]"
                 .into(),
         );
     };

@@ -10,7 +10,7 @@
 
 #![allow(
     clippy::indexing_slicing,
-    reason = "places in these tables are given out by them: a wrong one is a bug of the simulation"
+    reason = "the tables themselves return the indices: a wrong index is a bug of the simulation"
 )]
 
 mod batch;

@@ -440,7 +440,9 @@ impl Cluster {
             );
         }
         if nodes.mixed > 0 && nodes.prefill + nodes.decode > 0 && nodes.prefill == 0 {
-            return refuse("nodes: decode nodes beside mixed nodes also need prefill nodes".into());
+            return refuse(
+                "nodes: a cluster with mixed nodes and decode nodes also needs prefill nodes".into(),
+            );
         }
         if nodes.devices == 0 || nodes.devices > 1024 {
             return refuse(format!(

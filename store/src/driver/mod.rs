@@ -521,7 +521,7 @@ impl Drop for Operation {
 }
 
 /// A transfer or a flush under way. Dropping it gives the operation up, not the memory (see the module).
-#[must_use = "the operation is under way, but its result is not looked at"]
+#[must_use = "the operation has started, but its result is not used"]
 pub struct Transfer(Operation);
 
 impl Transfer {
@@ -541,7 +541,7 @@ impl Future for Transfer {
 }
 
 /// A read into memory that the device has until its end. Dropping it gives the operation up, not the memory.
-#[must_use = "the operation is under way, but its result is not looked at"]
+#[must_use = "the operation has started, but its result is not used"]
 pub struct ReadInto(Option<BufMut>, Transfer);
 
 impl Future for ReadInto {
@@ -561,7 +561,7 @@ impl fmt::Debug for ReadInto {
 }
 
 /// A [`MetaOp`] under way. Dropping it does not undo it.
-#[must_use = "the operation is under way, but its result is not looked at"]
+#[must_use = "the operation has started, but its result is not used"]
 pub struct Meta(Operation);
 
 impl Meta {

@@ -15,7 +15,10 @@ pub(super) const WITHIN: Duration = Duration::from_secs(30);
 const SOON: Duration = Duration::from_millis(200);
 
 /// What `ask` gives; `None` if that takes longer, or the start is told to stop before. What it gives later is dropped.
-#[allow(clippy::disallowed_methods, reason = "outside of the seams: a simulated disk has no such calls")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "waits for a call of the system that may hang, which is not simulated"
+)]
 pub(super) fn answered<T: Send + 'static>(
     within: Duration,
     stop: &Stop,

@@ -5,7 +5,7 @@
 //! it folders are empty, as making a store leaves them.
 #![allow(
     clippy::disallowed_methods,
-    reason = "directories are made outside the seam: a simulated disk has them"
+    reason = "the creation of directories is not simulated: a simulated disk already has its directories"
 )]
 
 use std::collections::BTreeSet;

@@ -1,6 +1,6 @@
 //! Directories in which no store can be made or opened, found without making or taking anything: what a start refuses before all
 //! else, and a check of its configuration as well.
-#![allow(clippy::disallowed_methods, reason = "asked before a store is opened: outside the seam")]
+#![allow(clippy::disallowed_methods, reason = "runs before a store is opened, and is not simulated")]
 
 use std::collections::BTreeMap;
 use std::io;

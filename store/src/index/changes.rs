@@ -10,7 +10,7 @@ use super::{
 
 /// A put's claim on the blocks it reserved. Every put has its own.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[must_use = "what was reserved stays pending until it is committed or abandoned under its ticket"]
+#[must_use = "reserved blocks stay pending until they are committed or abandoned with this ticket"]
 pub struct Ticket(u32);
 
 /// What a put may do about one block.
@@ -186,7 +186,7 @@ impl Index {
                 };
                 let slot = Slot::new(print, State::Pending, claim(ticket), Heat::default());
                 let inserted = inner.table.insert(slot).is_ok();
-                debug_assert!(inserted, "it was taken out before");
+                debug_assert!(inserted, "the old entry of the block was removed before");
             }
         }
         were

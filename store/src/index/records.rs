@@ -216,11 +216,15 @@ impl fmt::Display for RecordError {
             Self::InUse { live } => {
                 write!(f, "the record has {live} live blocks: remove or move the blocks first")
             }
-            Self::Held => write!(f, "a reader holds the record: it is freed when the reader releases it"),
+            Self::Held => {
+                write!(f, "a reader still uses the record; the record is freed when the reader releases it")
+            }
             Self::TooManyBlocks(id) => {
                 write!(f, "record {id} would have too many live blocks (a bug: report it)")
             }
-            Self::Full => write!(f, "no record number is free: evict or compact before the next put"),
+            Self::Full => {
+                write!(f, "no record number is free: evict blocks or compact the store before the next put")
+            }
         }
     }
 }
@@ -545,7 +549,7 @@ impl Records {
         let Some(record) = shard.packed(local) else { return 0 };
         debug_assert!(
             usize::from(record.live) >= blocks,
-            "record {id} loses {blocks} of {} blocks",
+            "record {id} must have at least {blocks} live blocks, but has {}",
             record.live
         );
         let before = record.live;

@@ -7,7 +7,7 @@
     clippy::expect_used,
     clippy::panic,
     clippy::missing_panics_doc,
-    reason = "a failed case is a failed test"
+    reason = "these cases run only in tests, which may panic"
 )]
 
 use std::sync::Arc;
@@ -45,18 +45,21 @@ pub type Case = fn(&mut Bench<'_>);
 pub const CASES: [(&str, Case); 14] = [
     ("bytes written are bytes read", bytes_written_are_bytes_read),
     ("vectored transfers keep the order of their buffers", vectored_transfers_keep_order),
-    ("a read past the end is short", a_read_past_the_end_is_short),
+    ("a read past the end of a file returns fewer bytes", a_read_past_the_end_is_short),
     ("unaligned direct transfers fail and change nothing", unaligned_direct_transfers_fail),
-    ("registered and other memory give equal results", registered_memory_gives_equal_results),
+    ("registered and unregistered memory give equal results", registered_memory_gives_equal_results),
     ("a region can be registered again", a_region_can_be_registered_again),
     ("a directory lists its names in order", a_directory_lists_its_names),
-    ("renaming replaces, removing removes", renaming_replaces_and_removing_removes),
-    ("a file has the length and blocks that it was given", a_file_has_the_length_it_was_given),
-    ("names outside of the directory are refused", names_outside_are_refused),
-    ("a closed file is no file", a_closed_file_is_no_file),
-    ("more operations than any queue holds all complete", more_operations_than_any_queue),
+    (
+        "a renamed file replaces another file, and a removed file is gone",
+        renaming_replaces_and_removing_removes,
+    ),
+    ("a file has the length and the blocks that were set", a_file_has_the_length_it_was_given),
+    ("names outside the directory are refused", names_outside_are_refused),
+    ("a closed file cannot be used", a_closed_file_is_no_file),
+    ("all operations complete, even if no queue can hold all of them", more_operations_than_any_queue),
     ("parking without work ends in time", parking_without_work_ends),
-    ("an unpark is not lost", an_unpark_is_not_lost),
+    ("a wake-up is not lost", an_unpark_is_not_lost),
 ];
 
 /// One [`Io`] under test, and a directory for one case.
@@ -78,7 +81,7 @@ impl<'a> Bench<'a> {
         let mut bench = Self { io, dir: dir.to_owned(), next: 0 };
         let name = bench.name("");
         let made = bench.run(Op::Meta(MetaOp::MakeDir { name })).result;
-        assert!(made == 0 || made == -EEXIST, "making a directory: {made}");
+        assert!(made == 0 || made == -EEXIST, "the directory could not be created: {made}");
         bench
     }
 
@@ -108,7 +111,7 @@ impl<'a> Bench<'a> {
             fruitless = if completions.len() == before { fruitless + 1 } else { 0 };
             self.io.park(Some(Duration::from_millis(100)));
         }
-        assert_eq!(completions.len(), count, "operations that never completed, or completed twice");
+        assert_eq!(completions.len(), count, "some operations never completed, or completed twice");
         completions.sort_by_key(|completion| completion.token);
         completions
     }
@@ -194,7 +197,7 @@ fn bytes_written_are_bytes_read(bench: &mut Bench<'_>) {
         let first = memory(1);
         first.fill(9);
         assert_eq!(bench.read(file, 0, &first), PAGE as i32);
-        assert_eq!(first.to_vec(), vec![0; PAGE], "what was never written is zero");
+        assert_eq!(first.to_vec(), vec![0; PAGE], "pages that were never written are zero");
     }
 }
 
@@ -312,7 +315,7 @@ fn a_region_can_be_registered_again(bench: &mut Bench<'_>) {
         assert_eq!(back.to_vec(), out.to_vec());
         bench.io.unregister(&region);
         drop(back);
-        assert_eq!(Arc::strong_count(&region), 1, "something keeps the region");
+        assert_eq!(Arc::strong_count(&region), 1, "the region is still in use");
     }
 }
 
@@ -377,7 +380,7 @@ fn a_file_has_the_length_it_was_given(bench: &mut Bench<'_>) {
     assert_eq!(
         bench.reply(MetaOp::Holes { file, upto: u64::MAX }),
         Reply::Holes(holes),
-        "the order of the file"
+        "holes must be in the order of the file"
     );
     assert_eq!(bench.reply(MetaOp::Holes { file, upto: tail }), Reply::Holes(vec![(0, mib / 2)]));
     let page = memory(1);

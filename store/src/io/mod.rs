@@ -60,7 +60,7 @@ pub struct OpenMode {
 
 /// One operation. The doc of each variant says what its fields mean.
 #[derive(Debug)]
-#[allow(missing_docs, reason = "the variant's doc names its fields")]
+#[allow(missing_docs, reason = "the documentation of each variant describes its fields")]
 pub enum Op {
     /// Reads `into.len()` bytes at `offset`. Result: bytes read.
     Read { file: FileId, offset: u64, into: SharedBuf },
@@ -76,7 +76,7 @@ pub enum Op {
 }
 
 /// Operations on names and files. They may be slow: implementations run them off the executor's thread.
-#[allow(missing_docs, reason = "the variant's doc names its fields")]
+#[allow(missing_docs, reason = "the documentation of each variant describes its fields")]
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum MetaOp {
     /// Result: 0, and [`Reply::Opened`].
@@ -127,7 +127,7 @@ pub struct DiskSpace {
 }
 
 /// What a [`MetaOp`] answers besides its result.
-#[allow(missing_docs, reason = "the variant's doc names its fields")]
+#[allow(missing_docs, reason = "the documentation of each variant describes its fields")]
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Reply {
     /// The file is open under this id.

@@ -142,7 +142,8 @@ impl Io for Pool {
     }
 
     fn register(&mut self, _: &Arc<Region>) -> Result<(), String> {
-        Err("the thread pool has no registered transfers (fixed-buffers needs io_uring)".to_owned())
+        Err("the thread pool does not support registered buffers (the feature fixed-buffers needs io_uring)"
+            .to_owned())
     }
 
     fn unregister(&mut self, _: &Arc<Region>) {}

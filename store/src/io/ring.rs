@@ -422,7 +422,7 @@ impl Io for Ring {
     fn register(&mut self, region: &Arc<Region>) -> Result<(), String> {
         match &mut self.registered {
             Some(registered) => registered.add(&self.ring.submitter(), region),
-            None => Err("registered transfers are disabled (the feature fixed-buffers is off)".to_owned()),
+            None => Err("registered buffers are disabled (the feature fixed-buffers is off)".to_owned()),
         }
     }
 

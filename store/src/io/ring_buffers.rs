@@ -53,7 +53,7 @@ impl Registered {
             return Ok(());
         }
         if region.is_empty() {
-            return Err("a region of memory without bytes cannot be registered".to_owned());
+            return Err("an empty memory region cannot be registered".to_owned());
         }
         if region.len().div_ceil(self.piece) > self.free.len() {
             return Err(format!("the table of {PLACES} registered buffers is full"));
@@ -153,8 +153,8 @@ fn explain(error: &std::io::Error, len: u64) -> String {
     use rustix::io::Errno;
     match Errno::from_io_error(error) {
         Some(Errno::NOMEM) => format!(
-            "the kernel refused to lock {len} bytes for registered transfers: raise the limit on locked \
-            memory (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock= in containers)"
+            "the kernel refused to lock {len} bytes for registered buffers: raise the limit on locked memory \
+            (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock= in containers)"
         ),
         Some(Errno::FAULT) => {
             "the memory cannot be registered, because it is mapped from a file on disk".to_owned()

@@ -25,9 +25,11 @@ pub(super) fn make(features: &Features) -> Result<Setup, String> {
     let mut outcomes = Outcomes::new(features);
     let ring = build(features, &mut outcomes).map_err(|error| forbidden(&error))?;
     if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
-        return Err("io_uring of this kernel is too old: Linux 5.15 or newer is needed. Threads are used \
-            instead, at more CPU time for each read"
-            .to_owned());
+        return Err(
+            "the io_uring of this kernel is too old (Linux 5.15 or newer is needed); threads are used \
+            instead, which need more CPU time for each read"
+                .to_owned(),
+        );
     }
     let registered = if features.allows(Feature::FixedBuffers) {
         let made = Registered::new(&ring.submitter());
@@ -93,7 +95,7 @@ fn note_flags(used: &[Feature], refusal: Option<&std::io::Error>, outcomes: &mut
             Err("not needed together with defer-taskrun".to_owned())
         } else {
             Err(refusal.map_or_else(
-                || "not possible while a feature that it requires is off".to_owned(),
+                || "not possible, because a feature that this feature requires is off".to_owned(),
                 unsupported,
             ))
         };
@@ -118,7 +120,7 @@ fn try_build(flags: &[Feature]) -> std::io::Result<IoUring> {
 
 fn probe_vectored(ring: &IoUring, registered: bool) -> Result<(), String> {
     if !registered {
-        return Err("not possible while fixed-buffers is off".to_owned());
+        return Err("not possible, because the feature fixed-buffers is off".to_owned());
     }
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe).map_err(|error| unsupported(&error))?;
@@ -182,8 +184,8 @@ fn explain(error: &std::io::Error, switch: &str) -> String {
         _ => "the kernel refused io_uring",
     };
     format!(
-        "io_uring cannot be used: {why} [{error}]; threads are used instead, at more CPU time for each \
-        read"
+        "io_uring cannot be used: {why} [{error}]; threads are used instead, which need more CPU time for \
+        each read"
     )
 }
 

@@ -26,11 +26,11 @@ impl Scratch {
         Self::below(&std::env::var_os("KVARTS_DISK").map_or_else(std::env::temp_dir, PathBuf::from))
     }
 
-    #[allow(clippy::expect_used, reason = "a test without a directory has nothing to test")]
+    #[allow(clippy::expect_used, reason = "a test cannot run without a directory")]
     fn below(folder: &Path) -> Self {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = folder.join(format!("kvarts-test-{}-{number}", std::process::id()));
-        std::fs::create_dir_all(&path).expect("a directory for temporary files that can be written");
+        std::fs::create_dir_all(&path).expect("the directory for temporary files must be writable");
         Self(path)
     }
 

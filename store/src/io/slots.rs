@@ -67,7 +67,7 @@ impl<T> Slots<T> {
             return Key { index, generation: place.generation };
         }
         let index = u32::try_from(self.places.len()).unwrap_or(u32::MAX);
-        assert!(index < u32::MAX, "more than four billion operations under way");
+        assert!(index < u32::MAX, "more than four billion operations are under way");
         self.places.push(Place { generation: 0, value: Some(value) });
         Key { index, generation: 0 }
     }

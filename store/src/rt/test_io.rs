@@ -22,7 +22,10 @@ pub(super) struct TestIo {
 struct Event(OwnedFd);
 
 impl Unpark for Event {
-    #[allow(clippy::host_endian_bytes, reason = "the kernel reads this word; it is never stored")]
+    #[allow(
+        clippy::host_endian_bytes,
+        reason = "the kernel reads this word in host byte order, and the word is never stored"
+    )]
     fn unpark(&self) {
         rustix::io::write(&self.0, &1_u64.to_ne_bytes()).unwrap();
     }

@@ -331,7 +331,7 @@ impl Files for Straight {
     fn register(&self, memory: &Memory) -> Result<Registered, DeviceError> {
         let core = &self.device.0;
         if self.device.owned(memory)?.raw.kind() != Kind::Allocated {
-            return Err(DeviceError::Foreign("memory that it did not allocate for reads"));
+            return Err(DeviceError::Foreign("memory that was not allocated on this device for reads"));
         }
         let _inside = core.context.enter()?;
         let no = |_| DeviceError::OutOfBounds;

@@ -146,7 +146,7 @@ pub(super) struct Context(Arc<Primary>);
 ///
 /// While it is inside, its calls neither fail because the engine captures a graph in another thread, nor break that
 /// capture: nothing of ours belongs into a graph.
-#[must_use = "the thread is outside again when this is dropped"]
+#[must_use = "the thread leaves the context when this value is dropped"]
 pub(super) struct Entered<'a> {
     calls: &'static Calls,
     /// How the thread met captures before, if the driver has a word for that.
@@ -532,7 +532,7 @@ impl Context {
         let whole = if allocated { bytes <= range } else { bytes == range };
         if start != base || !whole {
             return Err(DeviceError::Foreign(
-                "a part of an allocation as a handle: export the whole allocation",
+                "a handle for a part of an allocation: export the whole allocation",
             ));
         }
         let mut handle = cu::CUipcMemHandle { reserved: [0; 64] };

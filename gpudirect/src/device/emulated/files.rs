@@ -37,7 +37,7 @@ impl<T> Drop for Counted<T> {
 
 pub(super) fn open(core: &Arc<Core>) -> Result<Arc<dyn Files>, DeviceError> {
     if core.faults.no_files {
-        return Err(DeviceError::Foreign("the emulated device is set to refuse files"));
+        return Err(DeviceError::Foreign("files, because the emulated device is set to refuse them"));
     }
     Ok(Arc::new(Straight(Arc::clone(core))))
 }

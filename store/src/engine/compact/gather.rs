@@ -120,7 +120,7 @@ pub(crate) async fn gather(
         return Ok(None);
     };
     let class =
-        volume.shared.classes.get(info.class).ok_or(Reason::Bug("the class of a record is unknown"))?;
+        volume.shared.classes.get(info.class).ok_or(Reason::Bug("a record has an unknown record class"))?;
     let _reading = Hold::new(&segment);
     let (offset, _) = record_range(&info);
     let position = volume.position(&segment, offset);
@@ -131,7 +131,7 @@ pub(crate) async fn gather(
     let record =
         record::open(&header, &position, &volume.shared.secret).map_err(|error| wrong(error.to_string()))?;
     let Body::Blocks(mut body) = record.body().map_err(|error| wrong(error.to_string()))? else {
-        return Err(wrong("the kind of a record differs from that of its class".to_owned()));
+        return Err(wrong("the record and its record class have different kinds".to_owned()));
     };
     body.namespace = segment.local(body.namespace);
     let layout = class.layout_of(u32::from(info.blocks.get()))?;
@@ -142,11 +142,11 @@ pub(crate) async fn gather(
         || body.encoding != class.encoding
         || body.layout != layout_code(class.layout)
     {
-        return Err(wrong("a record on disk is not the one in the index".to_owned()));
+        return Err(wrong("the record on disk is not the record that the index lists".to_owned()));
     }
     let stored = Stored::of(&body, &layout).map_err(|what| wrong(what.to_owned()))?;
     if payload_bytes(&body, &layout) != Some(record.prefix.payload_bytes) {
-        return Err(wrong("the length of a payload does not match its chunks".to_owned()));
+        return Err(wrong("the length of the payload does not match the chunks of the record".to_owned()));
     }
     let mut blocks = live(volume, &class, &body, source, wanted);
     for taken in &mut blocks {

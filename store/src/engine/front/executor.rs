@@ -641,7 +641,9 @@ impl Executor {
     /// A stop waits for the answer, and not for who borrowed: what is held ends with the executor.
     fn lend(&self, shard: u32, part: LendPart) {
         let Some(shard) = self.own(shard) else {
-            return part.refuse(Reason::Bug("a loan reached an executor that does not own the shard"));
+            return part.refuse(Reason::Bug(
+                "a request to pin blocks reached an executor that does not own the shard",
+            ));
         };
         let (busy, class) = (Busy::new(&self.busy), part.class());
         let deadline = part.deadline().map(|at| self.rt.sleep_until(at));

@@ -73,7 +73,7 @@ pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Resul
         let missing = shared.missing(behind, columns.iter().map(|one| (&one.prints[..], &one.found[..])));
         return Ok(MatchReply { usable, pending, missing, lease, plan });
     }
-    Err(Reason::Busy("blocks were evicted before their lease was complete"))
+    Err(Reason::Busy("blocks were evicted while a lease on them was being made"))
 }
 
 /// Blocks behind the usable prefix whose put is in flight.

@@ -294,7 +294,7 @@ impl ReadJob {
     /// One part has a slice of a step in. Announces every step that is whole, in order.
     pub(crate) fn slice_done(&self, step: u32) {
         let Some(open) = self.open_slices.get(step as usize) else {
-            return broken_invariant("a slice belongs to a step that is not in the plan");
+            return broken_invariant("a slice belongs to a step that is not in the plan of the read");
         };
         if open.fetch_sub(1, Ordering::AcqRel) != 1 {
             return;

@@ -196,12 +196,13 @@ pub(crate) async fn prove(
 impl LendJob {
     fn gone(&self, ordinal: u32) -> NotLent {
         let key = self.request.keys.get(ordinal as usize);
-        key.map_or(Reason::Bug("a block was lent that was not requested"), |key| Reason::NotHere(*key)).into()
+        key.map_or(Reason::Bug("a block was pinned that was not requested"), |key| Reason::NotHere(*key))
+            .into()
     }
 
     fn wanted(&self, index: u32) -> Result<&Wanted, NotLent> {
         let wanted = self.wanted.get(index as usize);
-        wanted.ok_or(NotLent::Reason(Reason::Bug("a run was lent that was not requested")))
+        wanted.ok_or(NotLent::Reason(Reason::Bug("a run of blocks was pinned that was not requested")))
     }
 
     /// Takes hold of the segments of these runs.
@@ -340,7 +341,7 @@ impl LendJob {
             held.push(part.held);
         }
         let runs: Option<Vec<_>> = runs.into_iter().collect();
-        let runs = runs.ok_or(Reason::Bug("no shard has the run"))?;
+        let runs = runs.ok_or(Reason::Bug("no shard has the run of blocks"))?;
         let mut step = Step::default();
         let layers = (0..self.plan.steps()).map(|number| self.lay_out(number, &runs, &mut step));
         let layers = layers.collect::<Result<_, NotLent>>()?;
@@ -355,7 +356,7 @@ impl LendJob {
         runs: &[(u32, Vec<u32>)],
         step: &mut Step,
     ) -> Result<PinnedLayer, NotLent> {
-        let wrong = || NotLent::Reason(Reason::Bug("a layer is not in the plan"));
+        let wrong = || NotLent::Reason(Reason::Bug("a layer is not in the plan of the read"));
         let layer = self.plan.layer_of(number).filter(|_| self.plan.plan_step(number, step));
         let layer = layer.ok_or_else(wrong)?;
         let (mut ranges, mut chunks) = (Vec::with_capacity(step.regions().len()), Vec::new());

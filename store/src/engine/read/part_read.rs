@@ -202,7 +202,7 @@ pub(crate) async fn run(
     for record in records {
         section.spend(1).await;
         let Some(wanted) = job.wanted.get(record.index as usize) else {
-            broken_invariant("a record is not part of the read");
+            broken_invariant("a record does not belong to the read");
             continue;
         };
         let generation = record.segment.generation.get();
@@ -322,7 +322,7 @@ async fn open_records(
     let mut tally = Tally::of(job);
     for &index in indices {
         let Some(wanted) = job.wanted.get(index as usize) else {
-            broken_invariant("a record is not part of the read");
+            broken_invariant("a record does not belong to the read");
             continue;
         };
         tally.step();
@@ -330,10 +330,7 @@ async fn open_records(
         let Some(reads) = of_shard(wanted.shard) else {
             job.fail_run(
                 wanted.run.clone(),
-                &Reason::Bug(
-                    "a part reached an executor that does not own the \
-                shard",
-                ),
+                &Reason::Bug("a part of a read reached an executor that does not own the shard"),
             );
             job.end_slices_of(index);
             continue;

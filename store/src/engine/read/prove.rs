@@ -88,10 +88,12 @@ fn open_header(
             };
             let expected = stored.as_ref().map_or(layout.payload_bytes(), |one| one.places.payload_bytes());
             if same && expected != record.prefix.payload_bytes {
-                return Err(wrong("the length of a payload does not match its chunks".to_owned()));
+                return Err(wrong(
+                    "the length of the payload does not match the chunks of the record".to_owned(),
+                ));
             }
             Ok(Header::new(blocks, record.digests().collect(), stored))
         }
-        _ => Err(wrong("the kind of a record differs from that of its class".to_owned())),
+        _ => Err(wrong("the record and its record class have different kinds".to_owned())),
     }
 }

@@ -106,10 +106,10 @@ pub(crate) fn find(
             continue;
         }
         let (offset, _) = record_range(&found.record);
-        let class = shared.classes.get(found.record.class).ok_or(Reason::Bug(
-            "the class of a record is \
-            unknown",
-        ))?;
+        let class = shared
+            .classes
+            .get(found.record.class)
+            .ok_or(Reason::Bug("a record has an unknown record class"))?;
         wanted.push(Wanted {
             shard: u32::from(found.record.shard),
             segment: found.record.segment,

@@ -76,7 +76,7 @@ pub(super) async fn open(volume: &Volume) -> Result<Files, Reason> {
         for ((number, _), opening) in some.iter().zip(opening) {
             match opening.await {
                 Ok(Some(Reply::Opened(file))) => opened.push((*number, file)),
-                Ok(_) => return Err(Reason::Bug("an open returned no file")),
+                Ok(_) => return Err(Reason::Bug("a call that opens a file returned no file")),
                 Err(error) => match again(volume, number, error).await {
                     Some(file) => opened.push((*number, file)),
                     None => files.unreadable.push(*number),
@@ -88,7 +88,7 @@ pub(super) async fn open(volume: &Volume) -> Result<Files, Reason> {
         for ((number, file), stat) in opened.into_iter().zip(stats) {
             let (len, allocated) = match stat.await {
                 Ok(Some(Reply::Stat { len, allocated })) => (len, allocated),
-                Ok(_) => return Err(Reason::Bug("a stat returned no result")),
+                Ok(_) => return Err(Reason::Bug("a call for the metadata of a file returned no metadata")),
                 Err(_) => {
                     let _ = volume.driver.meta(MetaOp::Close { file }).await;
                     files.unreadable.push(number);

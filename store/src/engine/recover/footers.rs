@@ -53,7 +53,7 @@ impl<'a> Ahead<'a> {
                 None => Poll::Ready(None),
             }
         });
-        first.await.unwrap_or((None, Err(Reason::Bug("a footer that was not begun"))))
+        first.await.unwrap_or((None, Err(Reason::Bug("the read of a footer was not started"))))
     }
 }
 

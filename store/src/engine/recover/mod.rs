@@ -95,7 +95,10 @@ impl Source {
     }
 }
 
-#[allow(clippy::large_enum_variant, reason = "one for each segment, for the time of a recovery")]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one value for each segment, and only during a recovery"
+)]
 enum Listed {
     Scanned(Vec<Entry>),
     Footer(Box<Ends>, Trailer),
@@ -108,7 +111,7 @@ fn found_holes(reply: Result<Option<Reply>, IoError>) -> Result<Option<Vec<(u64,
         // Such a file system makes none.
         Err(error) if error.kind == IoErrorKind::Unsupported => Ok(Some(Vec::new())),
         Err(_) => Ok(None),
-        Ok(_) => Err(Reason::Bug("a search for holes returned another result")),
+        Ok(_) => Err(Reason::Bug("a search for holes returned the reply of another operation")),
     }
 }
 

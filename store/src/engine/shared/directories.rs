@@ -183,7 +183,7 @@ impl Directories {
             return Err(Reason::Busy("another directory of the store is being taken back into use"));
         }
         if !state.out.contains_key(&dir) {
-            return Err(Reason::Config(format!("directory {} of the store is in use", dir.0)));
+            return Err(Reason::Config(format!("directory {} of the store is already in use", dir.0)));
         }
         state.back = Some((dir, false));
         Ok(Returning(self, dir))

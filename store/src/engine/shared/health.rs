@@ -43,7 +43,7 @@ impl Health {
     pub fn cured_by_a_restart(&self) -> Option<String> {
         (self.dead_executors > 0).then(|| {
             format!(
-                "{} executors ended with a panic: their blocks are misses until a restart",
+                "{} executors ended with a panic; the blocks of their shards are misses until a restart",
                 self.dead_executors
             )
         })

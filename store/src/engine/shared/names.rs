@@ -280,7 +280,9 @@ impl Names {
     /// taken in before.
     pub(crate) fn recover_identity(&self, found: &Definition) -> Result<Arc<Namespace>, Reason> {
         if namespace_of(&found.canonical).0 != found.id {
-            return Err(Reason::Identity(IdentityCause::Rule("a namespace id does not match its identity")));
+            return Err(Reason::Identity(IdentityCause::Rule(
+                "a namespace id does not match the identity of the namespace",
+            )));
         }
         let identity = Identity::decode(&found.canonical)?;
         let mut tables = self.write();

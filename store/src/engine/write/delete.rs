@@ -217,7 +217,7 @@ async fn try_begin(shared: &Arc<Shared>, request: DeleteRequest) -> Result<Delet
                 shared.retire(&namespace).ok_or(Reason::Busy("the namespace is being deleted already"))?;
             Ok(job(shared, retired, Dead::Namespace, terms))
         }
-        Target::Prefix(_) => Err(Reason::Bug("the blocks below a prefix were not searched")),
+        Target::Prefix(_) => Err(Reason::Bug("the blocks that descend from a prefix were not searched")),
     }
 }
 
@@ -502,7 +502,7 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
         if matches!(columns, Columns::All(known) if log.volume.shared.classes.columns(&job.namespace) != *known)
         {
             // A put of a column that was not known may have its place below, and its names are not claimed.
-            return Err(Reason::Busy("a put added a new group or coordinate during the call"));
+            return Err(Reason::Busy("a put added a new group or coordinate during the delete"));
         }
         if !has_room(&log.volume, &job.namespace, keys.len()) {
             let why = "the tenant's limit of remembered deletes is reached (retry when segments have \

@@ -130,7 +130,10 @@ impl PartRead<'_> {
         let (Some(slice), Some(record), Some(wanted)) = (slice, record, wanted) else {
             // The blocks that these bytes belong to are not known: none may be announced.
             let all = 0..self.job.request.keys.len() as u32;
-            return self.job.fail_run(all, &Reason::Bug("bytes arrived for a slice that is not in the plan"));
+            return self.job.fail_run(
+                all,
+                &Reason::Bug("bytes arrived for a slice that is not in the plan of the read"),
+            );
         };
         let HeaderState::Good(header) = &record.header else {
             // A bad one has failed its run already.

@@ -94,7 +94,10 @@ impl PartRead<'_> {
             .and_then(|(stored, chunks)| StoredPieces::plan(&stored.places, payload_at, &chunks, &mut plan));
         let Some(pieces) = pieces.filter(|pieces| !pieces.0.is_empty()) else {
             // The header was compared with the class, so this is another record than the index says.
-            self.job.fail_run(wanted.run.clone(), &Reason::Bug("a record lacks the chunks of its class"));
+            self.job.fail_run(
+                wanted.run.clone(),
+                &Reason::Bug("a record lacks chunks that its record class has"),
+            );
             self.job.slice_done(step);
             return true;
         };

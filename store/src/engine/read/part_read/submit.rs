@@ -41,7 +41,7 @@ impl PartRead<'_> {
                 continue;
             };
             let Some(record) = self.records.get(self.queue_record) else {
-                broken_invariant("an extent belongs to a record that the part does not have");
+                broken_invariant("an extent belongs to a record that is not in its part of the read");
                 break;
             };
             self.batch.push(name.0, record.segment.file, file_offset, into);

@@ -213,8 +213,8 @@ fn stated(segment: &Segment) -> Option<Stated> {
 /// Writes all live records of the shard and says how many there are. Those of other shards are not looked at.
 async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -> Result<u64, Reason> {
     let volume = output.volume;
-    let shard =
-        u16::try_from(volume.shard).map_err(|_| Reason::Bug("a shard exceeds the limits of the index"))?;
+    let shard = u16::try_from(volume.shard)
+        .map_err(|_| Reason::Bug("the number of a shard exceeds the limit of the index"))?;
     let mut section = Section::begin(&volume.shared.work.checkpoints, &*volume.shared.clock);
     let most = volume.shared.batches.checkpoint_items.max(1);
     let mut written = 0;

@@ -177,7 +177,7 @@ pub(super) async fn replace(way: &Way<'_>, plan: &Plan, seen: &mut [Seen]) -> Re
         let Some(membership) = members.in_place_of(number) else {
             return refuse(
                 at,
-                "this directory cannot be replaced, because the store has too many directories: only \
+                "the missing directory cannot be replaced, because the store has too many directories: only \
                 the first directories of a store can be replaced",
             );
         };

@@ -473,7 +473,7 @@ fn place_headers(
                 if end == place.at {
                     continue;
                 }
-                outcome = Err(Reason::Bug("a record is not at the place of its payload"));
+                outcome = Err(Reason::Bug("a record and its payload were written at different positions"));
             }
             Ok(None) => {
                 // The header of a new segment may have failed meanwhile.

@@ -153,7 +153,7 @@ async fn append(
     let draft = Draft {
         namespace: Some(&job.class.namespace),
         body: Body::Blocks(blocks),
-        digests: digests.get(own).ok_or(Reason::Bug("a piece of a run lacks digests"))?,
+        digests: digests.get(own).ok_or(Reason::Bug("a piece of a run of blocks lacks digests"))?,
         payload: Some(Payload::Placed { layout, from: &job.request.from, ordinal: piece.start }),
     };
     let written = log.append(Class::Put, &draft).await?;
