@@ -217,9 +217,7 @@ impl Bench<'_> {
             }
             put(self.store, self.source, shape, 2, self.number)?;
         }
-        Err(Failure::user(
-            "the store recycled no segment, so the puts would not be compared on recycled files",
-        ))
+        Err(Failure::user("the store recycled no segment, so puts into recycled files cannot be measured"))
     }
 }
 

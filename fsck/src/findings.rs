@@ -157,7 +157,7 @@ labels! {
         "the payload is encrypted and cannot be verified without its key";
     /// Padding that had been flushed.
     PADDING_NOT_ZERO = "padding-not-zero", Problem,
-        "bytes between or behind a payload's chunks are not zero, although they had been flushed; blocks are not affected";
+        "padding between or after the chunks of a payload is not zero, although zeros were written and flushed; blocks are not affected";
     /// Padding that a crash may have left.
     PADDING_TORN = "padding-torn", Note,
         "the padding after a complete payload was not written before a power cut; blocks are not affected";

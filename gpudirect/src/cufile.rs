@@ -4,7 +4,7 @@
 //! the first read. The device must verify what is read this way: where memory is made ready for it, the device is asked to
 //! digest a page before the path is called usable. Whether reads of a file system come straight is seen by the first of
 //! them, not by what is installed: cuFile goes through the processor's memory where it must, and says nothing.
-//! **No machine with a GPU has run it yet.**
+//! It has run on machines with a GPU in the compatibility mode of cuFile only.
 
 use std::fmt;
 use std::str::FromStr;

@@ -111,7 +111,7 @@ pub(crate) fn run(arguments: &CompactArgs, out: &mut dyn Write) -> Result<(), Fa
     }
     if arguments.server.server.is_some() {
         return Err(Failure::user(
-            "DIR and the options for a server exclude each other. With DIR, this program rewrites the \
+            "DIR and the options for a server cannot be combined. With DIR, this program rewrites the \
             files itself; without DIR, a running server compacts its store",
         ));
     }

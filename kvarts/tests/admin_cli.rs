@@ -142,7 +142,7 @@ fn a_server_compacts_when_it_is_told_to_and_a_directory_is_not_taken_for_it() {
         "{error}"
     );
     let (code, _, error) = server.kvarts(&["compact", "kvarts-data", "--server", "127.0.0.1:1"]);
-    assert!(code == 2 && error.contains("DIR and the options for a server exclude each other"), "{error}");
+    assert!(code == 2 && error.contains("DIR and the options for a server cannot be combined"), "{error}");
     assert_eq!(server.kvarts(&["compact", "--dry-run"]).0, 2, "of a running server there is no dry run");
 }
 

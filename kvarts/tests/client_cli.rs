@@ -350,7 +350,7 @@ fn mistakes_are_told_on_one_line() {
     assert!(fault(&["resume", "--server", "./no.sock"]).contains("./no.sock"));
     assert!(
         fault(&["ls", "kvarts-data", "--server", "x"])
-            .contains("DIR and the options for a server exclude each other")
+            .contains("DIR and the options for a server cannot be combined")
     );
     assert!(fault(&with(&["pin", "--tokens", "tokens", "--hold", "5y"])).contains("is not a unit of time"));
 }

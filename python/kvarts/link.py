@@ -176,7 +176,7 @@ class Link:
             try:
                 is_watching = self._watched()
             except Exception:  # a defect here must not end the thread
-                logger.exception("kvarts: a defect in Kvarts ended the check for finished requests; report it")
+                logger.exception("kvarts: a defect in Kvarts ended the loop that polls for finished requests; report it")
                 is_watching = False
             if not is_watching:
                 self._watched = None

@@ -244,7 +244,7 @@ impl Manifest {
         }
         let (packs, condemned, fingerprints) = (taker.count()?, taker.count()?, taker.count()?);
         if packs > PACKS_MAX || condemned > CONDEMNED_MAX || fingerprints > FINGERPRINTS_MAX {
-            return Err(FormatError::Rule("a number of entries in the head of the manifest is too large"));
+            return Err(FormatError::Rule("the head of the manifest contains a count that is too large"));
         }
         let (generation, written_ms) = (taker.u64()?, taker.u64()?);
         let namespace = NamespaceId(taker.array()?);

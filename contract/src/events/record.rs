@@ -255,7 +255,7 @@ fn subject_of(value: &Value) -> Result<Subject, String> {
     let group = Group(group.ok_or("the field group is missing or not a number")?);
     let coordinate = text("coordinate")
         .and_then(parse_coordinate)
-        .ok_or("the field coordinate is missing or not valid")?;
+        .ok_or("the field `coordinate` is missing or not valid")?;
     Ok(Subject::Block(IndexKey { namespace, key, group, coordinate }))
 }
 

@@ -135,7 +135,7 @@ fn sentence(findings: &[Finding]) -> String {
         }
         (bad, _) => {
             format!(
-                "{bad} of {} checks must be corrected before a server can run safely on this machine.",
+                "{bad} of {} checks failed: correct the causes before you run a server on this machine.",
                 findings.len()
             )
         }

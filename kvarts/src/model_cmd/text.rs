@@ -55,7 +55,7 @@ pub(crate) fn show(spec: &ModelSpec, report: &Report) -> String {
     fact(&mut out, "streams", &format!("{} B a token", per_token(report.stream_bytes_per_token)));
     fact(&mut out, "boundary", &boundary(report));
     let prefix = format!(
-        "{} in {} blocks; with one boundary {}",
+        "{} in {} blocks; with the state at one boundary: {}",
         exact_bytes(report.bytes_for_tokens),
         grouped(report.blocks),
         exact_bytes(report.restore_bytes_for_tokens)
@@ -144,7 +144,7 @@ fn notes(out: &mut String, report: &Report) {
         }
         if let Some(multiple) = part.empty_at_multiple_of {
             let held = bytes(part.held_bytes.unwrap_or(0));
-            push(out, format_args!("{}: empty at multiples of {multiple} tokens; ", part.name));
+            push(out, format_args!("{}: no state is stored at multiples of {multiple} tokens; ", part.name));
             push(out, format_args!("the engine holds {held} in between\n"));
         }
         if !part.note.is_empty() {

@@ -62,7 +62,7 @@ pub(crate) fn run(arguments: &LsArgs, out: &mut dyn Write) -> Result<(), Failure
     };
     if arguments.server.server.is_some() {
         return Err(Failure::user(
-            "DIR and the options for a server exclude each other. With DIR, this program reads the files \
+            "DIR and the options for a server cannot be combined. With DIR, this program reads the files \
             itself; without DIR, it sends the request to a server",
         ));
     }

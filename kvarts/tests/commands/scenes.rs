@@ -196,7 +196,7 @@ const MODEL: &[&str] = &[
     "fingerprint      9de1597f9f88c8e2c0af0b4fcd333e4a5129187f51b093046eb6013189f6e9f9",
     "layers           61: 2 x hca, 29 x (csa, hca), csa",
     "boundary         6.69 MiB (7,017,472 B): window 4.35 MiB, csa_tail 1.88 MiB, index_tail 480 KiB",
-    "131,072 tokens   688.93 MiB (722,395,136 B) in 512 blocks; with one boundary 695.62 MiB (729,412,608 B)",
+    "131,072 tokens   688.93 MiB (722,395,136 B) in 512 blocks; with the state at one boundary: 695.62 MiB (729,412,608 B)",
 ];
 
 const OFFLINE: &[Step] = &[

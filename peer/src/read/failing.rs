@@ -22,7 +22,7 @@ pub(crate) const BUSY_FOR: Duration = Duration::from_secs(1);
 /// How long it is not asked after the first time; twice as long after each further one, and at most so long.
 const BUSY_PAUSE: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(64));
 /// What is said of a path that ended a piece without a word.
-const ENDED: &str = "the path ended before all bytes of the piece had arrived";
+const ENDED: &str = "the source ended the transfer before all bytes of the piece had arrived";
 
 /// What a path gave of a piece.
 struct Got {

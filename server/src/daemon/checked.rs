@@ -143,7 +143,7 @@ fn fitting_budget(
         let (free, shown) = (human::bytes(total), human::bytes(least));
         if !is_made {
             return Err(format!(
-                "only {free} of the disk are free, but the store needs {shown}: free space, or create the \
+                "the disk has {free} free, but the store needs {shown}: delete other files, or create the \
                 store with a smaller --segment"
             ));
         }

@@ -300,7 +300,7 @@ fn secret(config: &ClusterConfig, gate: &Gate, members: &[Member]) -> Result<Sec
         return match why {
             None => Ok(Secret::new(&[0; SECRET_BYTES_MIN])),
             Some(why) => Err(format!(
-                "cluster.certificate: {why} certificates, or at least cluster.secret: a file with the same 32 random bytes on every \
+                "cluster.certificate: {why} certificates or a secret: set the certificates, or set cluster.secret to a file with the same 32 random bytes on every \
                  node (head -c 32 /dev/urandom > FILE)"
             )),
         };

@@ -73,8 +73,7 @@ pub(super) fn count(in_use: &[&Path], are_some_out: bool, now_s: u64) -> Result<
     let is_whole = !are_some_out && found.iter().all(|one| matches!(one, Ok(found) if *found == known));
     let seconds = u32::try_from(now_s.saturating_sub(SECONDS_FROM)).unwrap_or(u32::MAX - 1);
     if are_some_out && seconds == 0 {
-        let why = "the clock of this machine is before 2020, and a directory of the store is out of use: \
-            set the clock, because the number of this start is computed from the time";
+        let why = "the clock of this machine is before 2020, and a directory of the store is out of use. The server then computes the number of this start from the clock: set the clock, and start again";
         return Err(format!("cluster-starts: {why}"));
     }
     let now = if is_whole { next } else { next.max(seconds) };

@@ -284,7 +284,7 @@ pub(super) fn seeds(row: &str, tier: Tier) -> Option<u64> {
 pub(super) fn small_scope() -> Row {
     Row {
         id: "R2",
-        what: "every script of up to one, two or three of twelve steps (by tier), every moment, every subset of non-durable changes",
+        what: "every script of up to one, three or four of twelve steps (by tier), every moment, every subset of non-durable changes",
         counts: "crash images",
         targets: LEN.map(scripts),
         run: |ask, _| small(ask),

@@ -240,8 +240,7 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
             "free-header-lost-rescan",
             Severity::Problem,
             Decision::Rescan,
-            "the segment was free when the checkpoint was made, but neither end of the file shows the \
-            present content",
+            "the checkpoint lists the segment as free, but neither the header nor the trailer of its file shows what the file contains now",
         ),
         header: &[H::Damaged, H::Misdirected],
         trailer: NOT_PROVEN,
