@@ -21,6 +21,7 @@ mod bare_server;
 mod churn;
 mod cold;
 mod crossover;
+mod device;
 mod digits;
 mod dual;
 mod encoded;

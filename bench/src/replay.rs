@@ -24,6 +24,7 @@ use kvarts_store::engine::Store;
 use kvarts_store::io::{Features, Io, IoChoice, open_io};
 use serde::Deserialize;
 
+use super::device;
 use super::report::Report;
 use super::scratch::Scratch;
 use super::setup::{self, Common, progress};
@@ -93,12 +94,14 @@ pub(super) fn run(arguments: &ReplayArgs, out: &mut dyn Write) -> Result<(), Fai
     let common = Common::quiet(arguments.dir.clone(), arguments.json, 3);
     let scratch = Scratch::new(&common, settings.budget_bytes() + (64 << 20))?;
     let mut report = Report::new("replay");
+    let before = device::written(scratch.path());
     if arguments.clock == "machine" {
         let home = setup::open(&common, scratch.path(), settings.options())?;
         setup::describe(&mut report, &common, &home)?;
         let stats = |store: &Store| block_on(store.io()).map_err(Failure::user);
         let beside = replay(&requests, home.store(), (arguments, &distinct), None)?;
         beside.tell(&mut report, home.store(), stats(home.store())?)?;
+        tell_device(&mut report, home.store(), (before, device::written(scratch.path())));
         home.close().map_err(Failure::user)?;
         return report.write(arguments.json, out);
     }
@@ -116,8 +119,17 @@ pub(super) fn run(arguments: &ReplayArgs, out: &mut dyn Write) -> Result<(), Fai
         report.fact("backend", facts.backend);
     }
     beside.tell(&mut report, &store, io)?;
+    tell_device(&mut report, &store, (before, device::written(scratch.path())));
     machine.wait(store.close()).map_err(Failure::User)?.map_err(Failure::user)?;
     report.write(arguments.json, out)
+}
+
+/// What the device wrote meanwhile for each byte that was put, the file system's own writes and those of other programs included.
+fn tell_device(report: &mut Report, store: &Store, written: (Option<u64>, Option<u64>)) {
+    if let (Some(before), Some(after)) = written {
+        let payload = store.stats().counts.payload_bytes_stored.max(1) as f64;
+        report.number("device_written_by_put", after.saturating_sub(before) as f64 / payload);
+    }
 }
 
 fn replay<'a>(

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use kvarts_contract::api::{KvStore, TtlRequest};
+use kvarts_contract::api::{ContainsRequest, KvStore, TtlRequest};
 use kvarts_contract::blocking::block_on;
 use kvarts_layout::{BlockKey, ModelSpec};
 use kvarts_store::engine::{Compaction, Done, Limits, Options, Store, WorkDone};
@@ -39,6 +39,10 @@ const CHECKPOINT_ITEM_BYTES: u64 = 80;
 const RECORD_BLOCKS: u64 = 16;
 /// Memory that an index takes for a block, generously: what this machine can hold is decided by it.
 const BLOCK_MEMORY: u64 = 40;
+/// Look-ups for one figure, keys of each, and blocks that are looked for and here.
+const LOOK_UPS: u64 = 4000;
+const LOOKED_UP: u64 = 512;
+const HERE: u64 = 4096;
 const SWEEPS: Duration = Duration::from_millis(100);
 
 /// The arguments of `bench scale`.
@@ -82,6 +86,9 @@ struct Row {
     checkpoint: WorkDone,
     sweep: WorkDone,
     longest: WorkDone,
+    /// Keys that were looked up in a second, and how long one look-up of many keys took.
+    keys_per_second: f64,
+    look_up_p99_us: f64,
 }
 
 /// The store that is there.
@@ -184,6 +191,7 @@ impl Bench<'_> {
         block_on(self.store.checkpoint()).map_err(Failure::user)?;
         let Done { evictions: longest, checkpoints: after, .. } = self.store.work_done();
         let sweep = self.sweep()?;
+        let (keys_per_second, look_up_p99_us) = self.look_ups()?;
         let index = self.store.stats().index;
         Ok(Row {
             blocks: index.blocks as u64,
@@ -195,7 +203,37 @@ impl Bench<'_> {
             checkpoint: less(after, before),
             sweep,
             longest,
+            keys_per_second,
+            look_up_p99_us,
         })
+    }
+
+    /// Look-ups by one thread, each of some keys of which every second one is here: keys in a second, and the 99th percentile of a look-up.
+    fn look_ups(&self) -> Result<(f64, f64), Failure> {
+        let (mut times, mut all) = (Vec::new(), Duration::ZERO);
+        for number in 0..LOOK_UPS {
+            let keys: Vec<BlockKey> = (0..LOOKED_UP)
+                .map(|at| match at % 2 {
+                    0 => key(3, self.put - 1 - (number * LOOKED_UP + at) % HERE),
+                    _ => key(5, number * LOOKED_UP + at),
+                })
+                .collect();
+            let request = ContainsRequest {
+                namespace: self.subject.namespace,
+                group: self.subject.group,
+                coordinate: self.subject.coordinate,
+                keys: &keys,
+                lease: None,
+            };
+            let begin = Instant::now();
+            self.store.contains(&request).map_err(Failure::user)?;
+            let took = begin.elapsed();
+            all += took;
+            times.push(took);
+        }
+        times.sort_unstable();
+        let p99 = times.get(times.len() * 99 / 100).copied().unwrap_or_default();
+        Ok(((LOOK_UPS * LOOKED_UP) as f64 / all.as_secs_f64(), p99.as_secs_f64() * 1e6))
     }
 
     /// The newest blocks expire; what the sweep takes that finds them.
@@ -229,6 +267,7 @@ fn tell(report: &mut Report, rows: &[Row]) {
         all.push(json!({
             "blocks": row.blocks, "measured": row.measured, "index_bytes": row.index_bytes, "bytes_per_block": each,
             "open_index_ns_per_block": row.open_ns_per_block,
+            "look_up_keys_per_second": row.keys_per_second, "look_up_p99_us": row.look_up_p99_us,
             "evict_ns_per_byte": row.evict_ns_per_byte, "evict_steps_per_mib": row.evict_steps_per_mib,
             "checkpoint_steps": row.checkpoint.steps, "checkpoint_us": row.checkpoint.nanos / 1000,
             "sweep_steps": row.sweep.steps, "sweep_us": row.sweep.nanos / 1000,
@@ -236,11 +275,13 @@ fn tell(report: &mut Report, rows: &[Row]) {
             "longest_us": row.longest.longest_nanos.max(row.checkpoint.longest_nanos) / 1000,
         }));
         report.note(format!(
-            "{} blocks{}: the index takes {} ({each:.1} bytes per block); eviction takes {:.4} ns per byte \
-            and {:.1} steps per MiB",
+            "{} blocks{}: the index takes {} ({each:.1} bytes per block); a look-up of {LOOKED_UP} keys takes {:.0} us (99th \
+            percentile), {:.1} million keys per second; eviction takes {:.4} ns per byte and {:.1} steps per MiB",
             row.blocks,
             if row.measured { "" } else { " (computed, because the index does not fit into memory)" },
             human::bytes(row.index_bytes),
+            row.look_up_p99_us,
+            row.keys_per_second / 1e6,
             row.evict_ns_per_byte,
             row.evict_steps_per_mib,
         ));

@@ -232,6 +232,29 @@ impl Report {
             };
         }
         writeln!(out, "NOT clean: {} problems", self.problem_count)?;
+        self.write_lost(out)?;
+        writeln!(out, "Wrong bytes are never served: only damaged blocks are lost.")?;
+        let remedies: BTreeSet<Remedy> = self.problems.iter().map(|item| remedy(item.label)).collect();
+        for what in remedies.iter().filter_map(|remedy| advice(*remedy)) {
+            writeln!(out, "{what}")?;
+        }
+        if !remedies.contains(&Remedy::Repair) {
+            return writeln!(
+                out,
+                "Next: follow these steps, then check again; a repair does not solve these problems."
+            );
+        }
+        if self.after_dry_run {
+            return writeln!(out, "Next: `kvarts fsck --repair DIR` makes these repairs.");
+        }
+        writeln!(
+            out,
+            "Next: `kvarts fsck --repair --dry-run` lists the possible repairs, `--repair` makes them."
+        )
+    }
+
+    /// How many blocks are lost, as far as that is known.
+    fn write_lost(&self, out: &mut String) -> std::fmt::Result {
         for (model, blocks) in &self.lost {
             writeln!(
                 out,
@@ -255,24 +278,7 @@ impl Report {
         } else if self.lost.is_empty() {
             writeln!(out, "  no block is lost")?;
         }
-        writeln!(out, "Wrong bytes are never served: only damaged blocks are lost.")?;
-        let remedies: BTreeSet<Remedy> = self.problems.iter().map(|item| remedy(item.label)).collect();
-        for what in remedies.iter().filter_map(|remedy| advice(*remedy)) {
-            writeln!(out, "{what}")?;
-        }
-        if !remedies.contains(&Remedy::Repair) {
-            return writeln!(
-                out,
-                "Next: follow these steps, then check again; a repair does not solve these problems."
-            );
-        }
-        if self.after_dry_run {
-            return writeln!(out, "Next: `kvarts fsck --repair DIR` makes these repairs.");
-        }
-        writeln!(
-            out,
-            "Next: `kvarts fsck --repair --dry-run` lists the possible repairs, `--repair` makes them."
-        )
+        Ok(())
     }
 }
 

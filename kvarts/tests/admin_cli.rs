@@ -248,12 +248,12 @@ fn a_token_that_is_added_works_after_a_reload_and_sees_its_own_pins_and_reads_al
     let (code, _, error) = server.kvarts(&["drain"]);
     assert!(code == 2 && error.contains("token") && !error.contains("--yes"), "{error}");
     let all = server.kvarts(&[&["pin", "--list", "--all-tenants"][..], &as_blue].concat());
-    assert!(all.0 == 2 && all.2.contains("right to admin"), "{all:?}");
+    assert!(all.0 == 2 && all.2.contains("right `admin`"), "{all:?}");
     assert!(server.kvarts(&[&["pin", "--list"][..], &as_red].concat()).1.contains("red"));
     // A drain refuses a token that may not do it before it asks for a confirmation.
     for command in ["scrub", "checkpoint", "budget", "reload", "drain"] {
         let (code, _, error) = server.kvarts(&[&[command][..], &as_blue].concat());
-        assert!(code == 2 && error.contains("right to admin"), "{command}: {error}");
+        assert!(code == 2 && error.contains("right `admin`"), "{command}: {error}");
     }
     // What names keys is told to an administrator alone; what does not, to everyone.
     let get = |path: &str, token: Option<&str>| {

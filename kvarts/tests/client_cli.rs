@@ -422,6 +422,6 @@ fn a_token_comes_from_a_file_and_decides_what_may_be_done() {
     let with = [&TOKENS[..], &["--token-file", "token"]].concat();
     assert_eq!(ground.of(&["match"], &with).0, 1, "a miss is an answer");
     let (code, _, err) = ground.of(&["put", "blocks"], &with);
-    assert!(code == 2 && err.contains("right to write"), "{err}");
+    assert!(code == 2 && err.contains("right `write`"), "{err}");
     assert!(!err.contains("kvarts_reader") && Path::new(&ground.path).exists());
 }

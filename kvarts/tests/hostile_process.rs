@@ -444,7 +444,7 @@ fn each_who_may_not_come_in_gets_the_right_status_and_a_line_in_the_log() {
     let lines: Vec<_> = log.lines().filter(|line| line.contains("call refused")).collect();
     let tells = |words: &str| lines.iter().any(|line| line.contains("audit") && line.contains(words));
     assert!(
-        tells("a token is required") && tells("not valid on this server") && tells("right to admin"),
+        tells("a token is required") && tells("not valid on this server") && tells("right `admin`"),
         "{log}"
     );
     assert!(lines.len() >= 6, "{log}");

@@ -565,7 +565,7 @@ mod tests {
     fn too_few_descriptors_for_a_full_store_are_told_of_with_what_helps() {
         let told = shortage(4096, 4096).expect("256 are for others");
         assert!(
-            told.contains("need 4352") && told.contains("have 4096") && told.contains("ulimit -n"),
+            told.contains("need 4352 files") && told.contains("open only 4096") && told.contains("ulimit -n"),
             "{told}"
         );
         assert_eq!(shortage(4096, 4352), None);

@@ -205,6 +205,6 @@ mod tests {
     #[test]
     fn a_refusal_says_why() {
         let text = NotLent::from(Reason::Empty).to_string();
-        assert_eq!(text, "not pinned: the request has no block or no layer");
+        assert_eq!(text, "the blocks were not pinned: the request has no block or no layer");
     }
 }

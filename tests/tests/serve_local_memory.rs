@@ -262,7 +262,7 @@ fn memory_that_the_server_made_counts_for_as_long_as_a_client_may_keep_it() {
     assert!(made(1 << 20).is_ok() && made(1 << 20).is_ok());
     let error = made(4096).unwrap_err();
     assert!(
-        error.kind() == proto::Kind::Retry && error.message.contains("memory of the client"),
+        error.kind() == proto::Kind::Retry && error.message.contains("a memfd of the client"),
         "{}",
         error.message
     );

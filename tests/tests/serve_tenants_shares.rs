@@ -81,7 +81,7 @@ fn who_may_only_read_holds_blocks_for_a_short_while() {
     assert_eq!(register(&reader), namespace);
     put(&red, namespace, &keys, 1).unwrap();
     let needs_pin = |error: Error| {
-        assert!(matches!(&error.0, Reason::Denied(why) if why.contains("right to pin")), "{error}")
+        assert!(matches!(&error.0, Reason::Denied(why) if why.contains("right `pin`")), "{error}")
     };
     needs_pin(hold(&reader, &keys, HOLD).unwrap_err());
     needs_pin(find(&reader, namespace, &keys, Some(Duration::from_secs(601))).unwrap_err());

@@ -253,9 +253,7 @@ impl fmt::Display for Reason {
                 write!(f, "the memory has {found} bytes, but the blocks need {expected} bytes")
             }
             Self::Overlap => f.write_str("two destinations overlap in memory"),
-            Self::OutOfBounds => {
-                f.write_str("a source or destination lies outside the memory of the request")
-            }
+            Self::OutOfBounds => f.write_str("a source or destination is outside the request's memory"),
             Self::DeadlineInPast => f.write_str("the deadline had passed before the work began"),
             Self::DeadlinePassed => f.write_str("the deadline passed"),
             Self::Digest { segment, offset, expected, found, .. } => {

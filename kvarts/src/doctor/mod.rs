@@ -166,7 +166,7 @@ mod tests {
             [Finding::good("a", "b"), Finding::better("a", "b", "c"), Finding::bad("a", "b", "c")];
         assert!(sentence(std::slice::from_ref(&good)).contains("ready"));
         assert!(sentence(&[good.clone(), better.clone()]).contains("1 of 2 checks advise"));
-        assert!(sentence(&[bad.clone(), better.clone(), good.clone()]).starts_with("1 of 3 checks must"));
+        assert!(sentence(&[bad.clone(), better.clone(), good.clone()]).starts_with("1 of 3 checks failed"));
         assert!(bad.verdict > better.verdict && better.verdict > good.verdict);
     }
 

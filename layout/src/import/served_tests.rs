@@ -150,8 +150,18 @@ fn what_would_change_the_geometry_of_a_family_is_refused_by_its_field() {
         ),
         ("dots3_note", "layer_types", json!(null), "layer_types: the field is missing"),
         ("dots3_note", "swa_kv_lora_rank", json!(null), "swa_kv_lora_rank: the field is missing"),
-        ("qwen4_exp", "ple_layer_ids", json!([4]), "text_config.ple_layer_ids: the number of a linear layer"),
-        ("qwen4_exp", "ple_layer_ids", json!([0]), "text_config.ple_layer_ids: the number of a linear layer"),
+        (
+            "qwen4_exp",
+            "ple_layer_ids",
+            json!([4]),
+            "text_config.ple_layer_ids: each entry must be the number of a linear layer",
+        ),
+        (
+            "qwen4_exp",
+            "ple_layer_ids",
+            json!([0]),
+            "text_config.ple_layer_ids: each entry must be the number of a linear layer",
+        ),
         ("qwen4_exp", "ple_conv_kernel_size", json!(1), "text_config.ple_conv_kernel_size: a convolution"),
         ("qwen4_exp", "indexer_kv_heads", json!(2), "text_config.indexer_kv_heads: several index keys"),
         (

@@ -358,7 +358,7 @@ fn features_that_would_change_the_geometry_are_refused() {
         ),
         (
             with(gpt_oss(2), "layer_types", json!(["full_attention"])),
-            "layer_types: found 1 entries; expected one for each",
+            "layer_types: found 1 entries; expected one entry for each",
         ),
         (
             with(qwen3(), "layer_types", json!(vec!["linear_attention"; 64])),

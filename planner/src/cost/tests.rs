@@ -80,7 +80,7 @@ fn a_scaled_roofline_has_the_factor_and_the_error_of_its_samples() {
     let scaled = Scaled::new(roofline, &uneven).unwrap();
     let told = scaled.told();
     assert!((0.02..0.15).contains(&told.error.unwrap()) && told.error_max > told.error, "{told:?}");
-    assert!(told.to_string().starts_with("scaled roofline of 3 samples; "), "{told}");
+    assert!(told.to_string().starts_with("scaled roofline from 3 samples, "), "{told}");
     assert_eq!(Scaled::new(roofline, &[]), Err(SampleError::None));
 }
 
