@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use kvarts_contract::api::{ContainsRequest, KvStore, TtlRequest};
+use kvarts_contract::api::{ContainsRequest, KvStore, Presence, TtlRequest};
 use kvarts_contract::blocking::block_on;
 use kvarts_layout::{BlockKey, ModelSpec};
 use kvarts_store::engine::{Compaction, Done, Limits, Options, Store, WorkDone};
@@ -39,10 +39,9 @@ const CHECKPOINT_ITEM_BYTES: u64 = 80;
 const RECORD_BLOCKS: u64 = 16;
 /// Memory that an index takes for a block, generously: what this machine can hold is decided by it.
 const BLOCK_MEMORY: u64 = 40;
-/// Look-ups for one figure, keys of each, and blocks that are looked for and here.
+/// Look-ups for one figure, and keys of each.
 const LOOK_UPS: u64 = 4000;
 const LOOKED_UP: u64 = 512;
-const HERE: u64 = 4096;
 const SWEEPS: Duration = Duration::from_millis(100);
 
 /// The arguments of `bench scale`.
@@ -190,8 +189,8 @@ impl Bench<'_> {
         let before = self.store.work_done().checkpoints;
         block_on(self.store.checkpoint()).map_err(Failure::user)?;
         let Done { evictions: longest, checkpoints: after, .. } = self.store.work_done();
-        let sweep = self.sweep()?;
         let (keys_per_second, look_up_p99_us) = self.look_ups()?;
+        let sweep = self.sweep()?;
         let index = self.store.stats().index;
         Ok(Row {
             blocks: index.blocks as u64,
@@ -210,11 +209,13 @@ impl Bench<'_> {
 
     /// Look-ups by one thread, each of some keys of which every second one is here: keys in a second, and the 99th percentile of a look-up.
     fn look_ups(&self) -> Result<(f64, f64), Failure> {
-        let (mut times, mut all) = (Vec::new(), Duration::ZERO);
+        let (mut times, mut all, mut found) = (Vec::new(), Duration::ZERO, 0);
+        // The newest ones, of which none is evicted yet.
+        let here = self.budget / self.block_bytes / 2;
         for number in 0..LOOK_UPS {
             let keys: Vec<BlockKey> = (0..LOOKED_UP)
                 .map(|at| match at % 2 {
-                    0 => key(3, self.put - 1 - (number * LOOKED_UP + at) % HERE),
+                    0 => key(3, self.put - 1 - (number * LOOKED_UP + at) % here),
                     _ => key(5, number * LOOKED_UP + at),
                 })
                 .collect();
@@ -226,10 +227,16 @@ impl Bench<'_> {
                 lease: None,
             };
             let begin = Instant::now();
-            self.store.contains(&request).map_err(Failure::user)?;
+            let reply = self.store.contains(&request).map_err(Failure::user)?;
             let took = begin.elapsed();
             all += took;
             times.push(took);
+            found += reply.presence.iter().filter(|one| **one == Presence::Here).count() as u64;
+        }
+        if found != LOOK_UPS * LOOKED_UP / 2 {
+            return Err(Failure::user(format!(
+                "of the looked-up keys {found} were found instead of every second one"
+            )));
         }
         times.sort_unstable();
         let p99 = times.get(times.len() * 99 / 100).copied().unwrap_or_default();

@@ -26,8 +26,8 @@ pub const KEPT_CONNECTIONS: &str =
     "the limit of connections is reached; the remaining connections are reserved for administrators";
 
 /// The tenant's clients keep files whose pages the kernel charges to the server.
-pub const MEMORY_KEPT: &str = "clients of this tenant keep too much shared memory that is charged to the memory limit of the server (end \
-    clients that no longer need their memory, and write to the whole of a file before it is shared)";
+pub const MEMORY_KEPT: &str = "clients of this tenant keep too many files that they shared before, and the memory limit of the server \
+    includes the pages of these files (close the files, or end these clients)";
 
 /// Only another node of the cluster has a block, and there is no connection to it.
 pub const PEER_AWAY: &str = "this server has no connection to the cluster node that stores the block";

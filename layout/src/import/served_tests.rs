@@ -163,7 +163,7 @@ fn what_would_change_the_geometry_of_a_family_is_refused_by_its_field() {
             "text_config.ple_layer_ids: each entry must be the number of a linear layer",
         ),
         ("qwen4_exp", "ple_conv_kernel_size", json!(1), "text_config.ple_conv_kernel_size: a convolution"),
-        ("qwen4_exp", "indexer_kv_heads", json!(2), "text_config.indexer_kv_heads: several index keys"),
+        ("qwen4_exp", "indexer_kv_heads", json!(2), "text_config.indexer_kv_heads: more than one index key"),
         (
             "qwen4_exp",
             "indexer_compress_ratio",

@@ -391,7 +391,10 @@ fn features_that_would_change_the_geometry_are_refused() {
     assert!(odd.starts_with("kv_lora_rank: found 256; expected 512"), "{odd}");
     let bf16 = options(Some(Dtype::Bf16), None, IndexDtype::Fp8);
     assert!(
-        import(&pro(), &bf16).unwrap_err().to_string().starts_with("head_dim: entries of this architecture")
+        import(&pro(), &bf16)
+            .unwrap_err()
+            .to_string()
+            .starts_with("head_dim: the cache entries of this architecture")
     );
 }
 

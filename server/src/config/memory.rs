@@ -15,17 +15,23 @@ const PAGE: u64 = 4096;
 /// Bounds on the memory of this process: the machine's, and those of the groups that it is in.
 pub(super) fn of_this_machine() -> Vec<u64> {
     let machine = read(Path::new("/proc/meminfo")).as_deref().and_then(total);
-    machine.into_iter().chain(of_groups().into_iter().filter_map(|(_, limit)| limit)).collect()
+    let groups = read(Path::new("/proc/self/cgroup")).map_or_else(Vec::new, |text| groups(&text));
+    machine.into_iter().chain(groups.iter().filter_map(|path| limit(path))).collect()
 }
 
-/// The group in which this process is charged for files in memory, if its memory is limited: none where a store is in memory itself, and is charged
-/// as well.
+/// The group in which this process is charged for files in memory, if its memory is limited: none where other processes are in the group as well, or a
+/// store is in memory itself; they are charged, too.
 pub(crate) fn charged_group(config: &Config) -> Option<Group> {
-    let groups = of_groups();
     let mounts = read(Path::new("/proc/self/mounts")).unwrap_or_default();
-    let is_limited = groups.iter().any(|(_, limit)| limit.is_some());
-    let counts = is_limited && !config.directories.iter().any(|directory| is_in_memory(&mounts, directory));
-    counts.then_some(Group { path: groups.first()?.0.parent()?.to_owned() })
+    if config.directories.iter().any(|directory| is_in_memory(&mounts, directory)) {
+        return None;
+    }
+    let groups = groups(&read(Path::new("/proc/self/cgroup"))?);
+    let own = groups.first()?.parent()?;
+    let processes = read(&own.join("cgroup.procs"))?;
+    let is_alone = processes.trim() == std::process::id().to_string();
+    let is_limited = groups.iter().any(|path| limit(path).is_some());
+    (is_alone && is_limited).then(|| Group { statistics: own.join("memory.stat") })
 }
 
 /// Whether the mount of a directory is of files in memory. The directory is not opened: its drive may hang.
@@ -40,12 +46,9 @@ fn is_in_memory(mounts: &str, directory: &Path) -> bool {
     mounts.lines().filter_map(of).max_by_key(|(len, _)| *len).is_some_and(|(_, is_in_memory)| is_in_memory)
 }
 
-/// The files that bound the memory of this process's groups, its own first, and the bounds: none where there is no limit.
-fn of_groups() -> Vec<(PathBuf, Option<u64>)> {
-    let groups = read(Path::new("/proc/self/cgroup")).map_or_else(Vec::new, |text| groups(&text));
-    // Without a limit version 2 says "max", and version 1 a number that no machine has.
-    let limit = |text: String| text.trim().parse().ok().filter(|limit| *limit < u64::MAX >> 2);
-    groups.into_iter().filter_map(|path| Some((path.clone(), limit(read(&path)?)))).collect()
+/// The limit in a file; none if it is absent, or says that there is none: version 2 says "max", and version 1 a number that no machine has.
+fn limit(path: &Path) -> Option<u64> {
+    read(path)?.trim().parse().ok().filter(|limit| *limit < u64::MAX >> 2)
 }
 
 fn read(path: &Path) -> Option<String> {

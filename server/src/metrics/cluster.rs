@@ -71,7 +71,7 @@ fn directory(out: &mut String, status: &Status) {
     one(out, "kvarts_cluster_directory_entries", "gauge", help, status.entries);
     let help = "Memory of this node's part of the directory, in bytes.";
     one(out, "kvarts_cluster_directory_bytes", "gauge", help, status.entry_bytes);
-    let help = "Number of copies of blocks that this node's part of the directory does not list, because the part was full.";
+    let help = "Number of times that this node's part of the directory was full, and therefore omitted or dropped a copy of a block.";
     one(out, "kvarts_cluster_directory_refused_total", "counter", help, status.left_out);
     let help = "Parts (of 4,096) of the directory on this node that may be incomplete, because a node has not reported all of its blocks yet, or because this node's part was full.";
     one(out, "kvarts_cluster_directory_partial", "gauge", help, status.partial);

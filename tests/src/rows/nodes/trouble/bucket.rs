@@ -31,9 +31,9 @@ const BLOCKS: u64 = 12;
 const PACKED: usize = 2;
 /// Memory of restores.
 const MEMORY: usize = 4 << 20;
-/// How long a restore or a delete lasts at most while the bucket does not answer: a request is made four times, ten seconds each, and is the
-/// last one; those before it were answered. Before it may be as long a wait as a bucket is granted that asks for one.
-pub(super) const ENDS: Duration = Duration::from_secs(4 * 10 + 3 * 10 + 10);
+/// How long a restore or a delete lasts at most: until the bucket answers again, which is when the trouble ends and operations of the slow disk have
+/// ended, and then for as long as the attempt that is under way, and the wait before the next one.
+pub(super) const ENDS: Duration = Duration::from_secs(45 + 40 + 20);
 /// After this time a bucket that answers again is in use again.
 pub(super) const IN_USE: Duration = Duration::from_secs(31);
 
@@ -197,7 +197,7 @@ impl Bucket {
         }
     }
 
-    /// Deletes blocks here and in the bucket; they are gone if both say so.
+    /// Deletes blocks here and in the bucket; they are gone if the bucket says so.
     pub(super) async fn delete(&self, keys: &[BlockKey]) -> bool {
         keys.iter().for_each(|key| {
             self.deleted().entry(*key).or_default();
