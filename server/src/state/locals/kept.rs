@@ -186,6 +186,7 @@ impl Drop for Watched {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "a file that stands for one of the kernel")]
 mod tests {
     use super::*;
     use kvarts_contract::buffers::shared;
