@@ -207,11 +207,11 @@ impl Bench<'_> {
         })
     }
 
-    /// Look-ups by one thread, each of some keys of which every second one is here: keys in a second, and the 99th percentile of a look-up.
+    /// Look-ups by one thread, each of some keys of which nearly every second one is here: keys in a second, and the 99th percentile of a look-up.
     fn look_ups(&self) -> Result<(f64, f64), Failure> {
         let (mut times, mut all, mut found) = (Vec::new(), Duration::ZERO, 0);
-        // The newest ones, of which none is evicted yet.
-        let here = self.budget / self.block_bytes / 2;
+        // The newest ones, of which few are evicted yet.
+        let here = self.budget / self.block_bytes / 8;
         for number in 0..LOOK_UPS {
             let keys: Vec<BlockKey> = (0..LOOKED_UP)
                 .map(|at| match at % 2 {
@@ -233,9 +233,9 @@ impl Bench<'_> {
             times.push(took);
             found += reply.presence.iter().filter(|one| **one == Presence::Here).count() as u64;
         }
-        if found != LOOK_UPS * LOOKED_UP / 2 {
+        if found < LOOK_UPS * LOOKED_UP / 2 / 10 * 9 {
             return Err(Failure::user(format!(
-                "of the looked-up keys {found} were found instead of every second one"
+                "only {found} of the looked-up keys were found instead of every second one"
             )));
         }
         times.sort_unstable();

@@ -544,3 +544,19 @@ pub(super) fn row() -> Row {
         run,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_index_takes_blocks_that_lie_nowhere_however_many_came_before() {
+        let stage = store_of_small_records(Seed(1), 1, bytes_of(16)).unwrap();
+        // Those of a benchmark with a hundred million.
+        for from in [0, 1 << 23, 1 << 24, 99_999_968] {
+            let added = stage.engine().add_strangers(from, 32);
+            added.unwrap_or_else(|error| panic!("from {from}: {error}"));
+        }
+        assert_eq!(stage.engine().stats().index.blocks, 4 * 32);
+    }
+}

@@ -134,7 +134,7 @@ impl Store {
                 let info = RecordInfo {
                     shard: u16::MAX,
                     segment: (at >> 11) as u32,
-                    page: (at as u32) << 1,
+                    page: (at as u32 & 0x7ff) << 6,
                     header_pages: 1,
                     payload_pages: 512,
                     blocks: NonZeroU16::MIN.saturating_add(EACH - 1),
