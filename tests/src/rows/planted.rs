@@ -432,7 +432,7 @@ pub const BUGS: &[Bug] = &[
         "R46",
         "pieces of other tenants leave gaps in the memory that is reserved for a tenant",
     )
-    .at(3),
+    .at(7),
     bug(
         "bucket-left-alone",
         "R46",
