@@ -155,7 +155,7 @@ fn given(
     let Some(name) = name else {
         is_charged(of)?;
         let watched = match locals.kept.is_limited() {
-            true => Some((Watched::new(&locals.kept, tenant, duplicate(&file)?), files(of, 1)?)),
+            true => Some((Watched::new(&locals.kept, tenant, (duplicate(&file)?, bytes)), files(of, 1)?)),
             false => None,
         };
         return Ok(Given { file, bytes, counts: Box::new((part()?, open, watched)), is_new: false });
@@ -165,7 +165,7 @@ fn given(
         Some(known) => known.is(&file, bytes).then_some(known),
         None => {
             is_charged(of)?;
-            let watched = Watched::new(&locals.kept, tenant, duplicate(&file)?);
+            let watched = Watched::new(&locals.kept, tenant, (duplicate(&file)?, bytes));
             locals.pools.name((tenant, name), (watched, bytes), (part()?, files(of, 1)?))
         }
     };

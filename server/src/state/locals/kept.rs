@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
 
-/// Files that are watched. Of more than these only the bytes are noted, until the group has room again.
-const WATCHED_MAX: usize = 4096;
+/// Files of a tenant that are watched. Of more than these only the bytes are noted, until the group has room again.
+const WATCHED_MAX: usize = 256;
 
 /// The control group that the server is charged in.
 #[derive(Clone, Debug)]
@@ -120,8 +120,9 @@ impl Kept {
         charged > self.most
     }
 
-    /// A file is shared, perhaps again.
-    fn begin(&self, name: Name) {
+    /// The first `shared` bytes of a file are shared, perhaps again. A file that has more stays noted: `limits.shared` counts only these bytes.
+    fn begin(&self, file: &OwnedFd, shared: u64) {
+        let Some((name, _)) = look(file).filter(|(_, bytes)| *bytes <= shared) else { return };
         let mut noted = self.noted();
         if let (Some(file), Some(watches)) = (noted.forget(name), &self.watches) {
             // It may be gone by itself.
@@ -137,7 +138,8 @@ impl Kept {
             return;
         }
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        let watches = self.watches.as_ref().filter(|_| noted.files.len() < WATCHED_MAX);
+        let own = noted.files.values().filter(|file| file.tenant == tenant).count();
+        let watches = self.watches.as_ref().filter(|_| own < WATCHED_MAX);
         match watches.and_then(|watches| inotify::add_watch(watches, path, WatchFlags::DELETE_SELF).ok()) {
             Some(watch) => {
                 noted.names.insert(watch, name);
@@ -167,10 +169,8 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    pub(crate) fn new(kept: &Arc<Kept>, tenant: u32, file: OwnedFd) -> Self {
-        if let Some((name, _)) = look(&file) {
-            kept.begin(name);
-        }
+    pub(crate) fn new(kept: &Arc<Kept>, tenant: u32, (file, shared): (OwnedFd, u64)) -> Self {
+        kept.begin(&file, shared);
         Self { file, tenant, kept: Arc::clone(kept) }
     }
 
@@ -220,7 +220,7 @@ mod tests {
     /// A file of this many pages that a tenant shared once, and keeps.
     fn kept_file(kept: &Arc<Kept>, tenant: u32, pages: usize) -> OwnedFd {
         let file = shared::sealed(1 << 20).unwrap();
-        let watched = Watched::new(kept, tenant, file.try_clone().unwrap());
+        let watched = Watched::new(kept, tenant, (file.try_clone().unwrap(), 1 << 20));
         assert_eq!(rustix::io::pwrite(&file, &vec![1; pages * 4096], 0), Ok(pages * 4096));
         drop(watched);
         file
@@ -254,7 +254,7 @@ mod tests {
         assert!(kept.is_refused(1, 7 * 4096), "another process may have it");
         drop(copy);
         assert!(!kept.is_refused(1, 7 * 4096) && kept.is_refused(1, 3 * 4096), "one is gone");
-        let again = Watched::new(&kept, 1, second.try_clone().unwrap());
+        let again = Watched::new(&kept, 1, (second.try_clone().unwrap(), 1 << 20));
         assert!(!kept.is_refused(1, 0), "what is shared is limited otherwise");
         drop(again);
         assert!(kept.is_refused(1, 3 * 4096));
@@ -264,12 +264,33 @@ mod tests {
     }
 
     #[test]
+    fn a_file_of_which_a_part_is_shared_again_counts_on() {
+        let (_shown, group) = Shown::new("kept-part", OVER);
+        let kept = Kept::new(Some(group), MOST);
+        let file = kept_file(&kept, 1, 4);
+        let part = Watched::new(&kept, 1, (file.try_clone().unwrap(), 4096));
+        assert!(kept.is_refused(1, 3 * 4096), "one of four pages is shared");
+        drop(part);
+        assert!(kept.is_refused(1, 4 * 4096 - 1) && !kept.is_refused(1, 4 * 4096), "it counts once");
+    }
+
+    #[test]
+    fn a_tenant_with_many_files_leaves_the_watches_of_others() {
+        let (_shown, group) = Shown::new("kept-many", OVER);
+        let kept = Kept::new(Some(group), MOST);
+        let _many: Vec<OwnedFd> = (0..WATCHED_MAX + 1).map(|_| kept_file(&kept, 1, 1)).collect();
+        assert!(kept.is_refused(1, WATCHED_MAX as u64 * 4096), "the last one counts, too");
+        drop(kept_file(&kept, 2, 4));
+        assert!(!kept.is_refused(2, 0), "it is gone");
+    }
+
+    #[test]
     fn pages_that_a_client_had_before_and_took_away_do_not_hide_those_that_the_server_made() {
         let (_shown, group) = Shown::new("kept-punched", OVER);
         let kept = Kept::new(Some(group), MOST);
         let file = shared::sealed(64 << 10).unwrap();
         rustix::io::pwrite(&file, &[1; 64 << 10], 0).unwrap();
-        let watched = Watched::new(&kept, 1, file.try_clone().unwrap());
+        let watched = Watched::new(&kept, 1, (file.try_clone().unwrap(), 64 << 10));
         let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&file, punch, 0, 64 << 10).unwrap();
         rustix::io::pwrite(&file, &[2; 64 << 10], 0).unwrap();

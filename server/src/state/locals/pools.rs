@@ -98,7 +98,7 @@ mod tests {
         let counted = || (parts.try_take(1, 4096).unwrap(), parts.try_take(1, 1).unwrap());
         let file = shared::sealed(4096).unwrap();
         let kept = Kept::new(None, 0);
-        let dup = |file: &OwnedFd| (Watched::new(&kept, 1, file.try_clone().unwrap()), 4096);
+        let dup = |file: &OwnedFd| (Watched::new(&kept, 1, (file.try_clone().unwrap(), 4096)), 4096);
         let first = pools.name((1, [7; 16]), dup(&file), counted()).unwrap();
         let again = pools.name((1, [7; 16]), dup(&file), counted()).unwrap();
         assert!(Arc::ptr_eq(&first.0, &again.0), "one pool");
