@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use kvarts_contract::api::{
-    BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, Presence, PutRequest, Target,
+    BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, Parent, Presence, PutRequest, Target,
 };
 use kvarts_contract::error::{Kind, Reason};
 use kvarts_contract::events::{Cause, EventKind, Subject};
@@ -18,7 +18,7 @@ use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::depth::{depth, seeds};
 use kvarts_tests::fixture::{self, Style};
 use kvarts_tests::sim::media::errno::{EDQUOT, ENOSPC};
-use kvarts_tests::sim::{Crash, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
+use kvarts_tests::sim::{Crash, DiskConfig, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 use kvarts_tests::stage::{SimStage, Stage, ask, drive};
 use kvarts_tests::witness::{directories, examine, problems};
 
@@ -413,7 +413,7 @@ fn a_quota_lets_the_longest_unused_of_its_namespace_go_and_nothing_of_others() {
         let mine = Desk::new(&stage, "mine");
         // What counts is known again; the limit is the operator's to set, and takes effect at once.
         assert!(live(&stage, mine.namespace) > quota / 2);
-        stage.engine().set_quota(mine.namespace, Some(quota / 2));
+        drive(stage.world(), stage.engine().set_quota(mine.namespace, Some(quota / 2))).unwrap().unwrap();
         assert!(live(&stage, mine.namespace) <= quota / 2);
         stage.engine().set_quota(mine.namespace, None);
         assert_eq!(fill(&mine, 100..150), vec![BlockOutcome::Stored; 50]);
@@ -453,6 +453,32 @@ fn what_a_quota_takes_out_is_told_of_by_name() {
         });
         assert_eq!(by_quota, 60 - left.len(), "seed {seed}");
     }
+}
+
+/// Each block hangs on the one before, which lies in another shard: only the end may go at first.
+#[test]
+fn a_lower_quota_takes_a_chain_over_all_shards_from_its_end() {
+    let disk = DiskConfig { dirs: 4, ..DiskConfig::default() };
+    let world = SimWorld::new(17, &WorldConfig { disk, ..WorldConfig::default() });
+    let stage =
+        SimStage::open(&world, &Options { executors: 2, directories: 4, ..options(16 << 20) }).unwrap();
+    let desk = Desk::new(&stage, "chain");
+    let keys = desk.keys(0..48);
+    for n in 0..keys.len() {
+        let parent = n.checked_sub(1).map_or(Parent::Root, |before| Parent::Key(keys[before]));
+        let request = PutRequest { parent, ..desk.request(pages(), &keys[n..n + 1], 1) };
+        assert_eq!(desk.outcomes(request), [BlockOutcome::Stored]);
+    }
+    let shards: BTreeSet<u32> = keys.iter().map(|key| stage.engine().shard_of(key)).collect();
+    assert!(shards.len() > 1, "one shard has all");
+    for parts in [2, 3, 8] {
+        let limit = live(&stage, desk.namespace) / parts;
+        drive(stage.world(), stage.engine().set_quota(desk.namespace, Some(limit))).unwrap().unwrap();
+        assert!(live(&stage, desk.namespace) <= limit);
+        let left = here(&desk, 0..48);
+        assert!(!left.is_empty() && left.iter().copied().eq(0..left.len() as u64), "{left:?}");
+    }
+    stage.audit_all();
 }
 
 #[test]

@@ -4,15 +4,11 @@
 //! bytes as a [`Promise`] before it writes and keeps it until they are counted as live, so that the limits hold at
 //! every moment and not only between puts.
 
-use std::collections::BTreeMap;
-use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::Arc;
 
 use kvarts_layout::NamespaceId;
 
 use super::{Live, MakingRoom, lock};
-use crate::memory_ids::{BlockFingerprint, RecordId};
-use kvarts_contract::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use kvarts_contract::sync::{Mutex, OnceLock, Race, planted};
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -126,63 +122,12 @@ pub struct Account {
     pool: OnceLock<Arc<Pool>>,
     /// One task at a time makes room, others find it made.
     pub(crate) making_room: MakingRoom,
-    /// The blocks of its records, while it has a limit.
-    pub(crate) known: Mutex<Known>,
-}
-
-/// Blocks by the record of the index that they are in.
-#[derive(Debug, Default)]
-pub(crate) struct Known {
-    records: BTreeMap<RecordId, Box<[BlockFingerprint]>>,
-    /// Up to where it was looked which of them are gone; none: from the first on.
-    looked_at: Option<RecordId>,
-    /// Bytes that this takes for all accounts.
-    bytes: Arc<AtomicU64>,
-}
-
-impl Known {
-    /// Bytes of a record with `blocks` blocks, about.
-    fn bytes_of(blocks: usize) -> u64 {
-        (48 + blocks * size_of::<BlockFingerprint>()) as u64
-    }
-
-    pub(crate) fn has(&self, record: RecordId) -> bool {
-        self.records.contains_key(&record)
-    }
-
-    /// Records that are known.
-    pub(crate) fn len(&self) -> usize {
-        self.records.len()
-    }
-
-    pub(crate) fn insert(&mut self, record: RecordId, prints: Box<[BlockFingerprint]>) {
-        self.bytes.fetch_add(Self::bytes_of(prints.len()), Relaxed);
-        if let Some(before) = self.records.insert(record, prints) {
-            self.bytes.fetch_sub(Self::bytes_of(before.len()), Relaxed);
-        }
-    }
-
-    pub(crate) fn remove(&mut self, record: RecordId) -> Option<Box<[BlockFingerprint]>> {
-        let prints = self.records.remove(&record)?;
-        self.bytes.fetch_sub(Self::bytes_of(prints.len()), Relaxed);
-        Some(prints)
-    }
-
-    /// Looks at up to `most` records behind those looked at last, and forgets those that are gone.
-    pub(crate) fn look(&mut self, most: usize, is_there: impl Fn(RecordId) -> bool) {
-        let from = self.looked_at.map_or(Unbounded, Excluded);
-        let next: Vec<RecordId> =
-            self.records.range((from, Unbounded)).map(|(id, _)| *id).take(most).collect();
-        self.looked_at = next.get(most.saturating_sub(1)).copied();
-        next.into_iter().filter(|id| !is_there(*id)).for_each(|id| drop(self.remove(id)));
-    }
 }
 
 impl Account {
-    pub(super) fn new(namespace: NamespaceId, number: u32, known_bytes: &Arc<AtomicU64>) -> Self {
+    pub(super) fn new(namespace: NamespaceId, number: u32) -> Self {
         let (figures, making_room) = (Mutex::default(), MakingRoom::default());
-        let known = Mutex::new(Known { bytes: Arc::clone(known_bytes), ..Known::default() });
-        Self { namespace, number, figures, pool: OnceLock::new(), making_room, known }
+        Self { namespace, number, figures, pool: OnceLock::new(), making_room }
     }
 
     /// Its number in the open store, by which records know their account; never 0.
@@ -198,12 +143,6 @@ impl Account {
     /// Sets the limit, or takes it away.
     pub fn set_limit(&self, limit: Option<u64>) {
         lock(&self.figures).limit = limit;
-    }
-
-    /// Whether it, or its pool, has a limit.
-    pub fn is_limited(&self) -> bool {
-        let pool = || self.pool.get().is_some_and(|pool| lock(&pool.figures).limit.is_some());
-        lock(&self.figures).limit.is_some() || pool()
     }
 
     /// What it has and may have.
@@ -292,7 +231,7 @@ mod tests {
 
     #[test]
     fn promises_count_until_they_are_dropped() {
-        let account = Arc::new(Account::new(NamespaceId([1; 32]), 1, &Arc::default()));
+        let account = Arc::new(Account::new(NamespaceId([1; 32]), 1));
         let unlimited = account.promise(u64::MAX);
         assert!(unlimited.is_ok());
         drop(unlimited);
@@ -310,7 +249,7 @@ mod tests {
     #[test]
     fn a_pool_is_the_sum_of_its_accounts_whenever_they_joined() {
         let pool = Arc::new(Pool::default());
-        let account = |number| Arc::new(Account::new(NamespaceId([number; 32]), 1, &Arc::default()));
+        let account = |number| Arc::new(Account::new(NamespaceId([number; 32]), 1));
         let (first, second, stranger) = (account(1), account(2), account(3));
         first.moved(live(0, 0), live(30, 3));
         let before = first.promise(5).unwrap();

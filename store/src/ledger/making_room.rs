@@ -47,12 +47,6 @@ impl MakingRoom {
         .await;
         place
     }
-
-    /// The turn, if it is free.
-    pub(crate) fn try_take(&self) -> Option<Place<'_>> {
-        let mut queue = lock(&self.0);
-        queue.places.is_empty().then(|| self.place(&mut queue))
-    }
 }
 
 impl Drop for Place<'_> {
@@ -77,8 +71,7 @@ mod tests {
     fn the_turn_goes_on_in_order_past_those_who_gave_up() {
         let turn = MakingRoom::default();
         let mut context = Context::from_waker(Waker::noop());
-        let first = turn.try_take().unwrap();
-        assert!(turn.try_take().is_none());
+        let Poll::Ready(first) = pin!(turn.take()).poll(&mut context) else { panic!("the turn is free") };
         let mut gone = Box::pin(turn.take());
         let mut second = pin!(turn.take());
         assert!(gone.as_mut().poll(&mut context).is_pending());
@@ -87,8 +80,9 @@ mod tests {
         assert!(second.as_mut().poll(&mut context).is_pending(), "another task came before");
         drop(gone);
         let Poll::Ready(second) = second.as_mut().poll(&mut context) else { panic!("no task is before") };
-        assert!(turn.try_take().is_none());
+        let mut last = pin!(turn.take());
+        assert!(last.as_mut().poll(&mut context).is_pending());
         drop(second);
-        assert!(turn.try_take().is_some());
+        assert!(last.as_mut().poll(&mut context).is_ready());
     }
 }

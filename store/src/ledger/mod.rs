@@ -33,7 +33,6 @@ use kvarts_layout::NamespaceId;
 use kvarts_contract::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use kvarts_contract::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-pub(crate) use account::Known;
 pub use account::{Account, NamespaceSpace, OverQuota, Pool, PoolSpace, Promise};
 pub use book::Book;
 pub(crate) use making_room::MakingRoom;
@@ -65,8 +64,6 @@ struct Tables {
     pools: BTreeMap<Vec<u8>, Arc<Pool>>,
     /// By the number of a record class.
     classes: BTreeMap<u32, Arc<Account>>,
-    /// Bytes of memory for the blocks of accounts with a limit.
-    known_bytes: Arc<AtomicU64>,
     /// Uses of segments that were begun.
     uses: Arc<AtomicU64>,
 }
@@ -134,10 +131,10 @@ impl Ledger {
             return Arc::clone(account);
         }
         let mut tables = self.write();
-        let Tables { accounts, last_account, known_bytes, .. } = &mut *tables;
+        let Tables { accounts, last_account, .. } = &mut *tables;
         let begin = || {
             *last_account = last_account.saturating_add(1);
-            Arc::new(Account::new(namespace, *last_account, known_bytes))
+            Arc::new(Account::new(namespace, *last_account))
         };
         Arc::clone(accounts.entry(namespace).or_insert_with(begin))
     }
@@ -152,16 +149,6 @@ impl Ledger {
         if tables.accounts.get(&namespace).is_some_and(is_idle) {
             tables.accounts.remove(&namespace);
         }
-    }
-
-    /// All accounts.
-    pub(crate) fn accounts(&self) -> Vec<Arc<Account>> {
-        self.read().accounts.values().map(Arc::clone).collect()
-    }
-
-    /// Bytes of memory that the blocks of accounts with a limit take beside the index.
-    pub(crate) fn known_bytes(&self) -> u64 {
-        self.read().known_bytes.load(Relaxed)
     }
 
     /// What the namespaces of the tenant with this salt have together, if it was ever asked for.
@@ -211,11 +198,6 @@ impl Ledger {
     pub(crate) fn accounts_in(&self, pool: &Arc<Pool>) -> Vec<Arc<Account>> {
         let inside = |account: &&Arc<Account>| account.pool().is_some_and(|own| Arc::ptr_eq(own, pool));
         self.read().accounts.values().filter(inside).map(Arc::clone).collect()
-    }
-
-    /// The account that records of this record class belong to.
-    pub(crate) fn account_of(&self, class: u32) -> Option<Arc<Account>> {
-        self.read().classes.get(&class).map(Arc::clone)
     }
 
     /// All segments as they are, in order.

@@ -60,6 +60,7 @@ fn hung(seed: Seed) -> Result<(), String> {
             outcomes,
         )?;
     }
+    let mut limited = Limited::fill(&stage)?;
     for kind in kinds {
         world.disk().inject(Rule::new(Which::Kind(*kind), When::From(1), Effect::Stuck).on(DirId(1)));
     }
@@ -76,6 +77,7 @@ fn hung(seed: Seed) -> Result<(), String> {
         let outcomes = desk.outcomes(one(key));
         ensure(outcomes == [BlockOutcome::Stored], "a block is not stored on the sound drive", outcomes)?;
     }
+    limited.goes_on()?;
     let took = world.clock().now().since(began);
     ensure(took < SOON, "the sound drive waits for the other one", took)?;
     // What is asked of the one that hangs has an end.
@@ -105,6 +107,63 @@ fn hung(seed: Seed) -> Result<(), String> {
     ensure(silent == [false, true], "the drive that hangs is not named", &loads)?;
     drop(hanging);
     Ok(())
+}
+
+/// A namespace that is at its quota, with sealed segments on both drives.
+struct Limited<'a> {
+    desk: Desk<'a>,
+    stage: &'a SimStage,
+    /// Keys of the sound drive that are not here.
+    sound: Vec<BlockKey>,
+}
+
+impl<'a> Limited<'a> {
+    fn fill(stage: &'a SimStage) -> Result<Self, String> {
+        let desk = Desk::new(stage, "quota");
+        let (mut sound, mut filled) = (Vec::new(), [0, 0]);
+        for key in (0..).map(|n| fixture::key(desk.chain, n)) {
+            let shard = stage.engine().shard_of(&key) as usize;
+            if filled[shard] < BLOCKS {
+                filled[shard] += 1;
+                let outcomes = desk.outcomes(desk.request(pages(), &[key], 1));
+                ensure(outcomes == [BlockOutcome::Stored], "a block is not stored", outcomes)?;
+            } else if shard == 0 {
+                sound.push(key);
+            }
+            if filled == [BLOCKS, BLOCKS] && sound.len() >= 3 * BLOCKS {
+                break;
+            }
+        }
+        let limited = Self { desk, stage, sound };
+        limited.set(limited.live())?;
+        Ok(limited)
+    }
+
+    fn live(&self) -> u64 {
+        let namespaces = self.stage.engine().stats().space.namespaces;
+        namespaces.iter().find(|one| one.namespace == self.desk.namespace).map_or(0, |one| one.live)
+    }
+
+    fn set(&self, bytes: u64) -> Result<(), String> {
+        let kept = self.stage.engine().set_quota(self.desk.namespace, Some(bytes));
+        let kept = stage::drive(self.stage.world(), kept).map_err(|hang| hang.to_string())?;
+        kept.map_err(|error| error.to_string())
+    }
+
+    /// What is put on the sound drive takes the place of blocks there, and a lower limit is met as far as the other one lets it.
+    fn goes_on(&mut self) -> Result<(), String> {
+        for quarters in [4, 3, 3] {
+            // All that lies on the other drive fits, should none of it go.
+            let limit = self.live() / 4 * quarters;
+            self.set(limit)?;
+            for key in self.sound.split_off(self.sound.len() - BLOCKS) {
+                let outcomes = self.desk.outcomes(self.desk.request(pages(), &[key], 1));
+                ensure(outcomes == [BlockOutcome::Stored], "a block is refused at the quota", outcomes)?;
+                ensure(self.live() <= limit, "more than the quota", self.live())?;
+            }
+        }
+        Ok(())
+    }
 }
 
 fn one(seed: Seed, states: &States) -> Result<(), String> {

@@ -33,7 +33,6 @@ use super::encode::{Cold, encode_run};
 use super::gather::{Gathered, Taken, gather, memory, pause};
 use super::head::Head;
 use crate::engine::shard::Shard;
-use crate::engine::shared::quota;
 use crate::engine::shared::visibility::{BlockOf, Relocation};
 use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
 use crate::engine::volume::Volume;
@@ -370,7 +369,6 @@ fn switch(volume: &Volume, head: &Head, blocks: &[&Taken], written: &Written) ->
     if moved.blocks == 0 {
         shared.free_if_empty(record, 0);
     }
-    quota::note(shared, head.class.number, record, blocks.iter().map(|taken| taken.print));
     shared.counters.blocks_moved.fetch_add(u64::from(moved.blocks), SeqCst);
     shared.counters.moved_bytes_written.fetch_add(moved.bytes_written, Relaxed);
     Ok(moved)

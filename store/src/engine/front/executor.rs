@@ -20,12 +20,13 @@ use crate::engine::compact::chains::{self, Shards};
 use crate::engine::compact::{self, Pace};
 use crate::engine::read::job::ReadPart;
 use crate::engine::read::lend::{self, LendPart};
-use crate::engine::read::{evicted_names, part_read};
+use crate::engine::read::part_read;
 use crate::engine::recover::{self, Batch, RecoveryReport};
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::directories::forget_gone;
 use crate::engine::shared::health::Vigil;
+use crate::engine::shared::quota::{self, QuotaScope};
 use crate::engine::tasks::fair_turn::FairTurn;
 use crate::engine::tasks::notify::{Turn, with_deadline, yield_now};
 use crate::engine::volume::Volume;
@@ -183,7 +184,10 @@ impl Executor {
                 Message::Shrink => self.shrink(),
                 Message::GiveSpare { shard, bytes, reply } => self.give_spare(shard, bytes, reply),
                 Message::MakeRoom { shard, reply } => self.make_room(shard, reply),
-                Message::TellQuotaEvictions => self.name_evicted(),
+                Message::EvictOf { shard, accounts, bytes, reply } => {
+                    self.evict_of(shard, (accounts, bytes), reply);
+                }
+                Message::KeepQuota { shared, scope, reply } => self.keep_quota(shared, scope, reply),
                 Message::FreeSpace { shared, reply } => self.free_space(shared, reply),
                 Message::Inspect(reply) => self.inspect(reply),
                 Message::Drives(reply) => drop(reply.send(self.driver.loads())),
@@ -518,8 +522,6 @@ impl Executor {
                 let Some(shard) = own.upgrade() else { return };
                 if !stopping.get() {
                     expiry::sweep(&shard.reads).await;
-                    // The executor to be asked for it may have been too busy to be asked.
-                    evicted_names::tell(&shard.volume).await;
                 }
             }
         };
@@ -560,6 +562,21 @@ impl Executor {
         });
     }
 
+    fn evict_of(&self, shard: u32, (accounts, bytes): (Arc<BTreeSet<u32>>, u64), reply: Reply<u64>) {
+        let Some(shard) = self.own(shard) else { return };
+        self.background(async move {
+            let _ = reply.send(shard.space.evict_of(&accounts, bytes).await);
+        });
+    }
+
+    fn keep_quota(&self, shared: Arc<Shared>, scope: QuotaScope, reply: Reply<()>) {
+        let driver = Rc::clone(&self.driver);
+        self.background(async move {
+            quota::keep(&shared, &scope, &|at| driver.sleep_until(at)).await;
+            let _ = reply.send(());
+        });
+    }
+
     fn page(&self, cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>>) {
         let Some(shard) = self.own(cursor.shard) else { return };
         self.background(async move {
@@ -580,13 +597,6 @@ impl Executor {
     fn forget_headers(&self, reply: Reply<()>) {
         self.shards.borrow().values().for_each(|shard| shard.reads.headers.forget());
         let _ = reply.send(());
-    }
-
-    /// Tells of what quotas took out of every shard, beside what else is done.
-    fn name_evicted(&self) {
-        for shard in self.shards.borrow().values().map(Rc::clone) {
-            self.background(async move { evicted_names::tell(&shard.volume).await });
-        }
     }
 
     /// When its caller stops waiting for a put: at its deadline, or when the device does not answer any more.

@@ -9,7 +9,6 @@ use std::rc::Rc;
 use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
 use crate::engine::shared::due::{Due, stretch_of};
-use crate::engine::shared::quota;
 use crate::engine::shared::visibility::{BlockOf, Departure};
 use crate::engine::tasks::steps::{AT_ONCE, Section};
 use crate::engine::volume::Volume;
@@ -185,7 +184,6 @@ fn change(
             shared.free_if_empty(record, left);
         }
     }
-    quota::note(shared, info.class, own, blocks.keys().copied());
     shared.free_if_empty(own, records.get(own).map_or(1, |own| own.live));
     Ok(())
 }

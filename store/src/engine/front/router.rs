@@ -1,5 +1,6 @@
 //! What executors are asked, and the way to the one that owns a shard.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvarts_layout::BlockKey;
@@ -18,7 +19,7 @@ use crate::engine::read::job::ReadPart;
 use crate::engine::read::lend::LendPart;
 use crate::engine::recover::RecoveryReport;
 use crate::engine::shared::Shared;
-use crate::engine::shared::quota_events::TellEvicted;
+use crate::engine::shared::quota::QuotaScope;
 use crate::engine::shared::spare_room::OtherShards;
 use crate::engine::volume::directory::{self, Found};
 use crate::engine::volume::tombstones::Graves;
@@ -94,8 +95,10 @@ pub(crate) enum Message {
     SurveyChains(Arc<Shared>),
     /// Evict for another shard, in which nothing may go.
     MakeRoom { shard: u32, reply: Reply<bool> },
-    /// Tell of what quotas took out.
-    TellQuotaEvictions,
+    /// Evict blocks of these accounts in a shard, for a quota.
+    EvictOf { shard: u32, accounts: Arc<BTreeSet<u32>>, bytes: u64, reply: Reply<u64> },
+    /// Have all shards evict for a limit that was lowered.
+    KeepQuota { shared: Arc<Shared>, scope: QuotaScope, reply: Reply<()> },
     /// Say how many bytes the file systems of the directories have free.
     FreeSpace { shared: Arc<Shared>, reply: Reply<Result<u64, Reason>> },
     /// Empty segments of every shard that are mostly dead.
@@ -277,17 +280,6 @@ impl Shards for Router {
     }
 }
 
-impl TellEvicted for Router {
-    /// An executor that takes no message tells with its next sweep.
-    fn tell_evicted(&self, shared: &Shared) {
-        if !shared.unnamed.is_empty() {
-            for sender in &self.executors {
-                let _ = sender.try_send(Message::TellQuotaEvictions);
-            }
-        }
-    }
-}
-
 impl OtherShards for Router {
     fn give_spare(&self, shard: u32, bytes: u64) -> Option<Ticket<bool>> {
         let (reply, answer) = ticket();
@@ -297,6 +289,12 @@ impl OtherShards for Router {
     fn make_room(&self, shard: u32) -> Option<Ticket<bool>> {
         let (reply, answer) = ticket();
         self.offer(shard, Message::MakeRoom { shard, reply }).is_none().then_some(answer)
+    }
+
+    fn evict_of(&self, shard: u32, accounts: Arc<BTreeSet<u32>>, bytes: u64) -> Option<Ticket<u64>> {
+        let (reply, answer) = ticket();
+        let message = Message::EvictOf { shard, accounts, bytes, reply };
+        self.offer(shard, message).is_none().then_some(answer)
     }
 
     fn tell_lost(&self, shared: &Arc<Shared>) {

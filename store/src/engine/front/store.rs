@@ -31,7 +31,6 @@ use crate::engine::recover::RecoveryReport;
 use crate::engine::shared::directories::Directories;
 use crate::engine::shared::health::Health;
 use crate::engine::shared::policy::EvictionPolicy;
-use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::shared::spare_room::OtherShards;
 use crate::engine::shared::{Counts, Shared};
 use crate::engine::volume::directory::Plan;
@@ -149,13 +148,6 @@ struct Inner {
     reports: Vec<RecoveryReport>,
     closed: AtomicBool,
     places: OnceLock<Arc<dyn DirectoryPlaces>>,
-}
-
-impl Inner {
-    /// The way to have executors tell of what a quota takes out.
-    fn evictions(&self) -> Arc<dyn TellEvicted> {
-        Arc::clone(&self.router) as _
-    }
 }
 
 /// The executors of a store, to be joined after it was closed.
@@ -573,8 +565,7 @@ impl KvStore for Store {
 
     fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
         let (reply, answer) = ticket();
-        if let Some((shard, mut part)) = layers::begin(&self.0.shared, request, reply) {
-            part.tell = Some(self.0.evictions());
+        if let Some((shard, part)) = layers::begin(&self.0.shared, request, reply) {
             if let Some(Message::PutLayers(_, part)) =
                 self.0.router.offer(shard, Message::PutLayers(shard, part))
             {

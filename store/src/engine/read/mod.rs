@@ -1,7 +1,6 @@
 //! Reads: what is looked up on the caller's thread, and what each shard then reads, proves and announces.
 
 pub(crate) mod decode;
-pub(crate) mod evicted_names;
 pub(crate) mod header_cache;
 pub(crate) mod job;
 pub(crate) mod lend;

@@ -1,12 +1,10 @@
 //! How much memory the index may take. It is a budget beside the disk's, because blocks may be so small that the disk holds
 //! more of them than the memory: near the limit blocks are evicted as for want of disk, beyond it nothing is put.
 //!
-//! What counts is what its entries take at the most that tables grow to, what records and their owners have, and what is
-//! known beside them of the blocks of namespaces with a limit; memory that is kept from a larger time does not. It is
-//! looked at after every few thousand blocks that are put, and at each segment.
+//! What counts is what its entries take at the most that tables grow to, and what records and their owners have; memory that
+//! is kept from a larger time does not. It is looked at after every few thousand blocks that are put, and at each segment.
 
 use super::Shared;
-use super::quota;
 use kvarts_contract::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 /// Bytes of an entry in a table that has just grown.
@@ -26,15 +24,12 @@ pub(crate) struct IndexBudget {
     put: AtomicU64,
     short: AtomicBool,
     full: AtomicBool,
-    /// How often an account was looked through for what is gone.
-    forgotten: AtomicU64,
 }
 
 impl Default for IndexBudget {
     fn default() -> Self {
         let (short, full) = (AtomicBool::new(false), AtomicBool::new(false));
-        let forgotten = AtomicU64::new(0);
-        Self { limit: AtomicU64::new(NONE), put: AtomicU64::new(0), short, full, forgotten }
+        Self { limit: AtomicU64::new(NONE), put: AtomicU64::new(0), short, full }
     }
 }
 
@@ -58,13 +53,7 @@ impl Shared {
     pub(crate) fn index_is_short(&self) -> bool {
         let Some(limit) = self.index_room.limit() else { return false };
         let memory = self.index.memory();
-        let index = memory.blocks as u64 * ENTRY_BYTES + memory.record_bytes as u64;
-        let known = || self.index.records().ledger().known_bytes();
-        let mut bytes = index + known();
-        if bytes > limit && known() > 0 {
-            quota::forget_some(self, self.index_room.forgotten.fetch_add(1, Relaxed));
-            bytes = index + known();
-        }
+        let bytes = memory.blocks as u64 * ENTRY_BYTES + memory.record_bytes as u64;
         self.index_room.put.store(0, Relaxed);
         self.index_room.short.store(bytes > limit, Relaxed);
         self.index_room.full.store(bytes > limit.saturating_add(limit / BEYOND), Relaxed);

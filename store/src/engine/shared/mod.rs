@@ -14,7 +14,6 @@ pub(crate) mod index_budget;
 pub(crate) mod names;
 pub(crate) mod policy;
 pub(crate) mod quota;
-pub(crate) mod quota_events;
 pub(crate) mod recency;
 pub(crate) mod recently_gone;
 pub(crate) mod record_class;
@@ -48,7 +47,7 @@ use kvarts_contract::sync::atomic::{AtomicU64, Ordering};
 use kvarts_contract::sync::{Mutex, OnceLock};
 use names::Names;
 use policy::EvictionPolicy;
-use quota_events::QuotaEvents;
+use quota::SilentShards;
 use recency::RecencyClock;
 use recently_gone::RecentlyGone;
 use record_class::RecordClasses;
@@ -152,7 +151,7 @@ pub(crate) struct Shared {
     pub(crate) counters: Counters,
     pub(crate) events: Arc<EventLog>,
     /// Blocks that a quota took out and whose events are still to come.
-    pub(crate) unnamed: QuotaEvents,
+    pub(crate) silent: SilentShards,
     /// Why blocks went that are not here.
     pub(crate) gone: RecentlyGone,
     /// The way to what other shards do not use.
@@ -232,7 +231,7 @@ impl Shared {
             clock,
             entropy,
             counters: Counters::default(),
-            unnamed: QuotaEvents::default(),
+            silent: SilentShards::default(),
             gone: RecentlyGone::default(),
             spare_room: SpareRoom::default(),
             directories: Directories::default(),

@@ -6,6 +6,7 @@
 //! two that are short at once do not wait for each other. The wait for an answer is bounded: a shard whose device or executor hangs
 //! costs the others one wait, and is then left alone for a while.
 
+use std::collections::BTreeSet;
 use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -33,6 +34,9 @@ pub(crate) trait OtherShards: Send + Sync {
     fn give_spare(&self, shard: u32, bytes: u64) -> Option<Ticket<bool>>;
     /// Has a shard evict for another one. The answer says whether that made room; none if it cannot be asked.
     fn make_room(&self, shard: u32) -> Option<Ticket<bool>>;
+    /// Has a shard evict blocks of these accounts that are worth so many bytes. The answer says how many went; none if it cannot be
+    /// asked.
+    fn evict_of(&self, shard: u32, accounts: Arc<BTreeSet<u32>>, bytes: u64) -> Option<Ticket<u64>>;
     /// Tells all executors that a directory was lost.
     fn tell_lost(&self, shared: &Arc<Shared>);
 }

@@ -39,6 +39,8 @@ pub(crate) enum Departure {
     Expired,
     /// Other blocks need its room.
     Evicted,
+    /// The same, within a quota.
+    Quota,
 }
 
 /// A block's place before and after a move.
@@ -141,6 +143,9 @@ impl Shared {
                 }
                 Departure::Evicted => {
                     (EventKind::Evicted, Cause::Room, &self.counters.blocks_evicted, Gone::Evicted)
+                }
+                Departure::Quota => {
+                    (EventKind::Evicted, Cause::Quota, &self.counters.blocks_evicted, Gone::Evicted)
                 }
             };
             self.gone.note(print, gone);

@@ -26,7 +26,6 @@ use kvarts_layout::{BlockKey, Layout, OriginId};
 use super::log::Log;
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota::{self, Share};
-use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::shared::recently_gone::Gone;
 use crate::engine::shared::record_class::{RecordClass, RecordForm};
 use crate::engine::shared::visibility::{BlockOf, Departure};
@@ -74,8 +73,6 @@ struct PutState {
 pub(crate) struct PutPart {
     pub(crate) job: Arc<PutJob>,
     pub(crate) work: PutWork,
-    /// Whom to tell of what goes for it, if something must.
-    pub(crate) tell: Option<Arc<dyn TellEvicted>>,
 }
 
 /// The kinds of work.
@@ -286,10 +283,7 @@ impl PutJob {
         };
         self.hold_before(run.start);
         let shard = self.request.keys.get(run.start as usize).map_or(0, |key| self.shared.shard_for(key));
-        Some((
-            shard,
-            PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests, share }, tell: None },
-        ))
+        Some((shard, PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests, share } }))
     }
 
     /// The digest of each chunk of a run, block by block, each in canonical order. Those that came with the request are not
@@ -340,7 +334,7 @@ impl PutJob {
         }
         let part = |((shard, segment), (end, places))| {
             let work = PutWork::Settle { places, segment, end };
-            (u32::from(shard), PutPart { job: Arc::clone(self), work, tell: None })
+            (u32::from(shard), PutPart { job: Arc::clone(self), work })
         };
         ends.into_iter().map(part).collect()
     }
@@ -546,11 +540,6 @@ impl Drop for PutJob {
 }
 
 impl PutPart {
-    /// Whether others' blocks may have to go for it.
-    pub(crate) fn makes_room(&self) -> bool {
-        matches!(&self.work, PutWork::Write { share, .. } if share.is_owed())
-    }
-
     /// When the caller stops caring.
     pub(crate) fn deadline(&self) -> Option<Nanos> {
         self.job.request.deadline
@@ -559,7 +548,7 @@ impl PutPart {
 
 /// Does one part on its shard's executor. `deadline` completes when the caller stops caring.
 pub(crate) async fn run(log: &Rc<Log>, part: PutPart, mut deadline: Option<LocalTask>) {
-    let PutPart { job, work, tell } = part;
+    let PutPart { job, work } = part;
     match work {
         PutWork::Settle { places, segment, end } => {
             let found = log.volume.segments.borrow().get(&segment).map(Rc::clone);
@@ -583,12 +572,9 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, mut deadline: Option<Local
         }
         PutWork::Write { run, digests, share } => {
             let paid = match job.stopped().filter(|_| share.is_owed()) {
-                None => with_deadline(pin!(share.paid(&log.volume.shared)), deadline.as_mut()).await,
+                None => with_deadline(pin!(share.paid(&log.space)), deadline.as_mut()).await,
                 stopped => stopped.map(Err),
             };
-            if let Some(router) = tell {
-                router.tell_evicted(&log.volume.shared);
-            }
             let promise = match paid.unwrap_or(Err(Reason::DeadlinePassed)) {
                 Ok(promise) => promise,
                 Err(reason) => {

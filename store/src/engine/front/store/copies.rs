@@ -20,8 +20,7 @@ impl Store {
         produced_ms: Option<u64>,
     ) -> Ticket<Result<PutReply, Error>> {
         let (reply, answer) = ticket();
-        for (shard, mut part) in put::begin(&self.0.shared, (request, produced_ms), reply) {
-            part.tell = part.makes_room().then(|| self.0.evictions());
+        for (shard, part) in put::begin(&self.0.shared, (request, produced_ms), reply) {
             let Some(sender) = self.0.router.to(shard) else { continue };
             if let Err(error) = sender.try_send(Message::Put(shard, part))
                 && let Message::Put(_, part) = error.into_inner()

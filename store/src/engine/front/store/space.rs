@@ -11,13 +11,12 @@ use super::{Store, lost, send};
 use crate::engine::front::descent;
 use crate::engine::front::router::Message;
 use crate::engine::shared::names::Namespace;
-use crate::engine::shared::quota;
-use crate::engine::shared::quota_events::TellEvicted;
+use crate::engine::shared::quota::QuotaScope;
 use crate::index::{BlockFingerprint, Lookup, PinShare, RecordId};
 use crate::ledger::{PoolSpace, SegmentView};
 use kvarts_contract::error::units::{exact_units, whole_units};
 use kvarts_contract::error::{Error, Reason};
-use kvarts_contract::ticket::ticket;
+use kvarts_contract::ticket::{Ticket, ticket};
 
 /// Segments below which a store has no room to work: servers and bindings take no smaller budget.
 pub const SEGMENTS_MIN: u64 = 4;
@@ -163,21 +162,35 @@ impl Store {
     }
 
     /// Limits what a namespace may have on disk: live bytes, headers and padding included. A put that would pass
-    /// the limit first evicts what the namespace has not used for longest, and is refused with [`Reason::Quota`]
-    /// if leases forbid that or it is too large. A lower limit takes effect at once, on the
-    /// caller's thread, unless room is being made for a put: that goes on until the new one is kept. `None` takes the limit away.
-    /// The namespace need not be registered yet; limits are not kept on disk, what counts against them is.
-    pub fn set_quota(&self, namespace: NamespaceId, bytes: Option<u64>) {
-        let shared = &self.0.shared;
-        let account = shared.index.records().ledger().account(namespace);
+    /// the limit first evicts blocks of the namespace, by the store's policy, and is refused with [`Reason::Quota`]
+    /// if leases forbid that or it is too large. `None` takes the limit away. The namespace need not be registered yet;
+    /// limits are not kept on disk, what counts against them is.
+    ///
+    /// The limit holds for puts from now on. What exceeds it is evicted by the executors, also if the answer is dropped; the
+    /// answer comes when that is done, as far as leases allow it.
+    pub fn set_quota(&self, namespace: NamespaceId, bytes: Option<u64>) -> Ticket<()> {
+        let account = self.0.shared.index.records().ledger().account(namespace);
         account.set_limit(bytes);
-        quota::keep_limit(shared, quota::QuotaScope::Namespace(&account));
-        self.0.router.tell_evicted(shared);
+        self.keep_quota(QuotaScope::Namespace(account))
+    }
+
+    fn keep_quota(&self, scope: QuotaScope) -> Ticket<()> {
+        let (reply, answer) = ticket();
+        let first = self.0.router.executors.first().filter(|_| scope.excess(0) > 0);
+        match first {
+            // One that has ended drops the reply: nothing is put any more.
+            Some(first) => {
+                let shared = Arc::clone(&self.0.shared);
+                let _ = first.send_over(Message::KeepQuota { shared, scope, reply });
+            }
+            None => drop(reply.send(())),
+        }
+        answer
     }
 
     /// Limits what the namespaces of a tenant may have on disk together, as [`Store::set_quota`] limits one: those
     /// whose identity has this salt, registered or recovered, now or later. Both limits hold where both are set.
-    pub fn set_tenant_quota(&self, salt: &TenantSalt, bytes: Option<u64>) {
+    pub fn set_tenant_quota(&self, salt: &TenantSalt, bytes: Option<u64>) -> Ticket<()> {
         let shared = &self.0.shared;
         let ledger = shared.index.records().ledger();
         // Made before the look at what there is: what is registered meanwhile joins by itself.
@@ -186,8 +199,7 @@ impl Store {
             ledger.account(namespace).join(&pool);
         }
         pool.set_limit(bytes);
-        quota::keep_limit(shared, quota::QuotaScope::Tenant(&pool));
-        self.0.router.tell_evicted(shared);
+        self.keep_quota(QuotaScope::Tenant(pool))
     }
 
     /// What the namespaces of a tenant have together and may have; nothing if no quota was ever set for this salt.

@@ -9,8 +9,8 @@ use kvarts_layout::format::footer::{Content, Entry, Footer};
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
-use super::choose::{self, Leaving, Victims};
-use super::coldest::{Footers, is_punchable};
+use super::choose::{self, Candidates, Leaving, Victims};
+use super::coldest::{Footers, coldest, is_punchable};
 use super::pages::{Holes, Lying, inside, without};
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::shared::visibility::{BlockOf, Departure};
@@ -104,7 +104,8 @@ impl Space {
         // Where what is unused is enough, nothing goes that is used.
         if had < shortage.clamp(1, wanted) {
             let policy = self.volume.shared.policy();
-            (victims, footers) = choose::choose(self, policy, &|_| true, wanted - had).await;
+            let among = Candidates { segments: coldest(self).await, of: None };
+            (victims, footers) = choose::choose(self, policy, among, wanted - had).await;
         }
         dead.extend(victims.keys());
         let numbers = self.last_first(dead);
@@ -116,7 +117,7 @@ impl Space {
     }
 
     /// In the order in which blocks go: what hangs on others was put after them, as a rule.
-    fn last_first(&self, numbers: BTreeSet<u32>) -> Vec<u32> {
+    pub(super) fn last_first(&self, numbers: BTreeSet<u32>) -> Vec<u32> {
         let segments = self.volume.segments.borrow();
         let sequence = |number: &u32| segments.get(number).map_or(0, |segment| segment.first_sequence.get());
         let mut numbers: Vec<u32> = numbers.into_iter().collect();
@@ -238,7 +239,8 @@ impl Space {
             }
             let before = segment.book.live();
             if let Some(leaving) = victims.get(&segment.number) {
-                self.evict_some((&segment, &footer), leaving, &mut columns, &mut section).await;
+                let why = Departure::Evicted;
+                self.evict_some((&segment, &footer), (leaving, why), &mut columns, &mut section).await;
             }
             if segment.book.live() == 0 && !self.is_hollow(&segment) {
                 // Recycled as a whole: that needs no flush.
@@ -281,15 +283,16 @@ impl Space {
         all.into_iter().flatten().collect()
     }
 
-    /// Evicts blocks of a segment, those behind others first, with what else there is of the same blocks. One stays that
-    /// something hangs on by now: a put has begun behind it, or what hung on it has not gone yet.
-    async fn evict_some(
+    /// Evicts blocks of a segment, those behind others first, with what else there is of the same blocks; gives how many of the
+    /// chosen ones went. One stays that something hangs on by now: a put has begun behind it, or what hung on it has not gone yet.
+    pub(super) async fn evict_some(
         &self,
         (segment, footer): (&Segment, &Footer),
-        leaving: &BTreeMap<u32, Leaving>,
+        (leaving, why): (&BTreeMap<u32, Leaving>, Departure),
         columns: &mut BTreeMap<u32, BTreeSet<(Group, Coordinate)>>,
         section: &mut Section<'_>,
-    ) {
+    ) -> u64 {
+        let mut gone = 0;
         for entry in footer.records.iter().rev() {
             let Content::Blocks(blocks) = &entry.content else { continue };
             let page = u32::try_from(entry.offset / PAGE_BYTES).unwrap_or(u32::MAX);
@@ -297,13 +300,15 @@ impl Space {
                 Some(leaving) => {
                     let mut some = leaving.blocks.clone();
                     some.sort_unstable_by_key(|(at, _)| std::cmp::Reverse(at.block));
-                    self.evict_blocks(blocks, &some, columns);
+                    gone += self.evict_blocks(blocks, &some, columns, why);
                     section.step(some.len() as u64).await;
                 }
-                None => self.evict_orphans(segment, entry, blocks),
+                None if why == Departure::Evicted => self.evict_orphans(segment, entry, blocks),
+                None => {}
             }
             section.step(1).await;
         }
+        gone
     }
 
     fn evict_blocks(
@@ -311,12 +316,14 @@ impl Space {
         blocks: &Blocks,
         some: &[(Location, BlockFingerprint)],
         columns: &mut BTreeMap<u32, BTreeSet<(Group, Coordinate)>>,
-    ) {
+        why: Departure,
+    ) -> u64 {
         // Records of the index that stand for one on disk are of one class.
         let mut known = some.iter().filter_map(|(at, _)| self.volume.shared.index.records().get(at.record));
         let Some(class) = known.next().and_then(|record| self.volume.shared.classes.get(record.class)) else {
-            return;
+            return 0;
         };
+        let mut gone = 0;
         let columns = columns
             .entry(class.namespace.local)
             .or_insert_with(|| self.volume.shared.classes.columns(&class.namespace));
@@ -337,11 +344,11 @@ impl Space {
                 // All of a block go together, and what is before it stays as long as it does.
                 break;
             }
-            let why = Departure::Evicted;
             match self.volume.shared.evict(print, at, why, BlockOf { class: &class, key }) {
                 Eviction::Busy => break,
                 Eviction::Gone => {}
                 Eviction::Evicted { .. } => {
+                    gone += 1;
                     for (sibling, at) in siblings {
                         let record = self.volume.shared.index.records().get(at.record);
                         let class = record.and_then(|record| self.volume.shared.classes.get(record.class));
@@ -352,6 +359,7 @@ impl Space {
                 }
             }
         }
+        gone
     }
 
     /// Evicts what is left of a stream whose blocks before it are not here (any more): it cannot be used.

@@ -33,8 +33,10 @@ pub(crate) fn is_punchable(volume: &Volume, segment: &Segment) -> bool {
     segment.state.get() == SegmentState::Sealed && volume.is_unread(segment) && !segment.is_unpunchable()
 }
 
-/// The segments from which blocks may go, those first of which the oldest part is the oldest; of one age in log order.
-pub(crate) async fn coldest(space: &Space, section: &mut Section<'_>) -> Vec<Rc<Segment>> {
+/// The segments from which blocks may go, those first of which the oldest part is the oldest; of one age in log order. Each with
+/// that time.
+pub(crate) async fn coldest(space: &Space) -> Vec<(i64, Rc<Segment>)> {
+    let mut section = Section::begin(&space.volume.shared.work.evictions, &*space.volume.shared.clock);
     let mut all: Vec<(i64, u64, Rc<Segment>)> = Vec::new();
     let mut next = Some(0);
     while let Some(from) = next.take() {
@@ -57,7 +59,7 @@ pub(crate) async fn coldest(space: &Space, section: &mut Section<'_>) -> Vec<Rc<
     }
     keep_first(&mut all);
     all.sort_unstable_by_key(|(coldest, sequence, _)| (*coldest, *sequence));
-    all.into_iter().map(|(.., segment)| segment).collect()
+    all.into_iter().map(|(coldest, _, segment)| (coldest, segment)).collect()
 }
 
 fn keep_first(all: &mut Vec<(i64, u64, Rc<Segment>)>) {

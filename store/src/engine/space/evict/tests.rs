@@ -38,15 +38,15 @@ fn filled() -> Place {
 /// Blocks that other shards have, in records of ten.
 fn strangers(world: &World, blocks: u64) {
     // No class has this number.
-    records(world, u32::MAX, blocks);
+    records(world, 7, u32::MAX, blocks);
 }
 
-/// As many blocks of a class, in records of ten.
-fn records(world: &World, class: u32, blocks: u64) {
+/// As many blocks of a class in a shard, in records of ten.
+fn records(world: &World, shard: u16, class: u32, blocks: u64) {
     let index = &world.shared.index;
     for record in 0..blocks / 10 {
         let info = crate::index::RecordInfo {
-            shard: 7,
+            shard,
             segment: (record / 1000) as u32,
             page: record as u32,
             header_pages: 1,
@@ -490,27 +490,43 @@ fn what_ends_within_the_stretch_of_a_sweep_and_what_was_forgotten_go_at_their_ti
     });
 }
 
+/// Evicts until an account is within its limit.
+async fn keep_within(world: &World, account: &crate::ledger::Account) {
+    while account.excess(0) > 0 {
+        let gone = world.shard.space.evict_of(&[account.number()].into(), account.excess(0)).await;
+        assert!(gone > 0, "nothing may go");
+    }
+}
+
 #[test]
-fn a_quota_is_kept_by_a_look_at_its_own_records() {
+fn a_quota_is_kept_by_a_look_at_its_own_records_and_a_few_segments() {
     let place = filled();
     place.run(|world| async move {
         recover(&world.shard.log).await.unwrap();
         let account = world.shared.index.records().ledger().account(world.namespace("a").id);
         let live = account.space().live;
         let blocks = world.contents().len() as u64;
-        let steps = || world.shared.work.quotas.done().steps;
-        // What recovery found is learnt by a walk, once.
+        let done = || {
+            let done = world.shared.work.done();
+            (done.quotas.steps, done.evictions.steps)
+        };
         account.set_limit(Some(live - live / 8));
-        crate::engine::shared::quota::make_room(&world.shared, &account, 0).await;
-        assert_eq!(account.excess(0), 0);
-        let first = steps();
+        keep_within(&world, &account).await;
+        let first = done();
         strangers(&world, 100_000);
         account.set_limit(Some(live - live / 4));
-        crate::engine::shared::quota::make_room(&world.shared, &account, 0).await;
-        assert_eq!(account.excess(0), 0);
-        let second = steps() - first;
-        assert!(second <= first && second <= 2 * blocks, "{second} steps after {first}, {blocks} blocks");
+        keep_within(&world, &account).await;
+        let second = (done().0 - first.0, done().1 - first.1);
+        assert!(
+            second.0 <= 2 * first.0 && second.0 <= 4 * blocks,
+            "{second:?} after {first:?}, {blocks} blocks"
+        );
+        assert!(
+            second.1 <= 2 * first.1 && second.1 <= 4 * blocks,
+            "{second:?} after {first:?}, {blocks} blocks"
+        );
         assert!((0..blocks).filter(|number| world.has("a", *number)).count() as u64 >= blocks / 2);
+        sums(&world);
     });
 }
 
@@ -525,19 +541,51 @@ fn room_in_a_quota_is_made_in_short_sections_and_others_take_bytes_meanwhile() {
             (ledger.account(world.namespace("a").id), ledger.account(NamespaceId([9; 32])));
         other.set_limit(Some(1 << 30));
         let class = world.shared.index.locate(print(&world, 0)).unwrap().record.class;
-        records(&world, class, 100_000);
-        account.set_limit(Some(account.space().live / 2));
-        let mut making = std::pin::pin!(crate::engine::shared::quota::make_room(&world.shared, &account, 0));
+        let shard = world.shard.volume.shard as u16;
+        records(&world, shard, class, 100_000);
+        let accounts = [account.number()].into();
+        let mut evicting = std::pin::pin!(world.shard.space.evict_of(&accounts, 1));
         let mut context = std::task::Context::from_waker(std::task::Waker::noop());
         let mut turns = 0u64;
-        while making.as_mut().poll(&mut context).is_pending() {
+        while evicting.as_mut().poll(&mut context).is_pending() {
             turns += 1;
             assert!(other.promise(4096).is_ok(), "another tenant waits");
+            crate::engine::tasks::notify::yield_now().await;
         }
         let done = world.shared.work.quotas.done();
-        // Those of a shard that is not here are looked for and not found.
-        assert!(done.steps > 100_000, "{done:?}");
+        assert!(done.steps >= 10_000, "{done:?}");
         assert!(done.longest_steps <= 2 * AT_ONCE && turns >= done.steps / (2 * AT_ONCE), "{done:?} {turns}");
+    });
+}
+
+/// Another account's blocks lie between.
+#[test]
+fn a_quota_takes_blocks_of_its_accounts_alone_in_log_order() {
+    let (place, rounds) = (Place::new(), 40);
+    place.run(move |world| async move {
+        recover(&world.shard.log).await.unwrap();
+        for round in 0..rounds {
+            world.durable("a", round * 5, 5).await;
+            world.durable("b", round * 5, 5).await;
+        }
+        world.shard.log.finish().await;
+    });
+    place.run(move |world| async move {
+        recover(&world.shard.log).await.unwrap();
+        assert!(world.shard.volume.segments.borrow().len() > 2);
+        let number = world.shared.index.records().ledger().account(world.namespace("a").id).number();
+        let mut left: Vec<u64> = (0..rounds * 5).collect();
+        while world.shard.space.evict_of(&[number].into(), 1).await > 0 {
+            let before = left.len();
+            left.retain(|block| world.has("a", *block));
+            assert!(left.len() < before, "what went is here");
+            let first = left.first().copied().unwrap_or(0) / 5 * 5;
+            let older = left.iter().filter(|block| **block < first + 5).count();
+            assert!(left.len() - older >= (left.len() / 5).saturating_sub(1) * 5, "not the oldest: {left:?}");
+        }
+        assert!(left.is_empty(), "{left:?}");
+        assert!((0..rounds * 5).all(|block| world.has("b", block)));
+        sums(&world);
     });
 }
 
@@ -561,28 +609,6 @@ fn a_segment_of_many_blocks_is_emptied_in_short_sections() {
         let done = world.shared.work.evictions.done();
         assert!(done.steps - before.steps >= 20_000 && segment.book.live() == 0, "{done:?}");
         assert!(done.longest_steps <= 2 * AT_ONCE, "{done:?}");
-    });
-}
-
-#[test]
-fn what_a_quota_knows_of_its_records_does_not_grow_with_those_that_have_gone() {
-    let place = filled();
-    place.run(|world| async move {
-        recover(&world.shard.log).await.unwrap();
-        let account = world.shared.index.records().ledger().account(world.namespace("a").id);
-        account.set_limit(Some(u64::MAX / 2));
-        let class = world.shared.index.locate(print(&world, 0)).unwrap().record.class;
-        let mut most = 0;
-        for n in 0..20_000u64 {
-            // Of a record that is gone before the next one is noted.
-            let info = world.shared.index.locate(print(&world, 0)).unwrap().record;
-            let record = world.shared.index.records().insert(RecordInfo { live: 0, ..info }).unwrap();
-            let print = BlockFingerprint::from_parts(n, 77);
-            crate::engine::shared::quota::note(&world.shared, class, record, [print].into_iter());
-            world.shared.index.free_record(record).unwrap();
-            most = most.max(account.known.lock().unwrap().len());
-        }
-        assert!(most < 200, "{most} records are remembered");
     });
 }
 
@@ -696,38 +722,5 @@ fn with_too_many_files_one_segment_is_emptied_instead_of_holes_in_many() {
         let gone = all.iter().filter(|(number, _)| !world.has("a", *number));
         let gone: std::collections::BTreeSet<u32> = gone.map(|(_, segment)| *segment).collect();
         assert_eq!(gone.into_iter().collect::<Vec<_>>(), [made.number]);
-    });
-}
-
-#[test]
-fn what_a_quota_knows_of_its_blocks_counts_as_memory_of_the_index_and_goes_with_them() {
-    let place = filled();
-    place.run(|world| async move {
-        recover(&world.shard.log).await.unwrap();
-        let shared = &world.shared;
-        let account = shared.index.records().ledger().account(world.namespace("a").id);
-        account.set_limit(Some(u64::MAX / 2));
-        let class = world.shared.index.locate(print(&world, 0)).unwrap().record.class;
-        let info = world.shared.index.locate(print(&world, 0)).unwrap().record;
-        let memory = || {
-            let memory = shared.index.memory();
-            memory.blocks as u64 * 29 + memory.record_bytes as u64
-        };
-        let all: Vec<_> = (0..400)
-            .map(|_| shared.index.records().insert(RecordInfo { live: 0, ..info }).unwrap())
-            .collect();
-        shared.index_room.set_limit(Some(memory()));
-        assert!(!shared.must_shrink(), "the index alone fits");
-        for (n, record) in (0u64..).zip(&all) {
-            let prints = (0..10).map(|block| BlockFingerprint::from_parts(n * 10 + block, 3));
-            crate::engine::shared::quota::note(shared, class, *record, prints);
-        }
-        assert!(shared.must_shrink(), "what is known beside it counts as nothing");
-        for record in all {
-            shared.index.free_record(record).unwrap();
-        }
-        // A look forgets a bounded number of those that are gone.
-        let looks = (0..100).take_while(|_| shared.must_shrink()).count();
-        assert!(looks < 100, "it is remembered still");
     });
 }

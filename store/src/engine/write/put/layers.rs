@@ -35,9 +35,7 @@ use super::write::{Piece, publish};
 use super::{PutJob, check, record_blocks, reserve, with_deadline};
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota::Share;
-use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::space::Space;
-use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::engine::write::image::Image as RecordImage;
@@ -68,8 +66,6 @@ pub(crate) struct LayersPart {
     shares: Vec<Share>,
     /// What was paid of them.
     promises: Vec<Promise>,
-    /// Whom to tell of what goes for it, if something must.
-    pub(crate) tell: Option<Arc<dyn TellEvicted>>,
     progress: Arc<Progress>,
     /// Until it is known whether there is room for it.
     begun: Option<(Reply<Result<LayeredPut, Error>>, LayeredPut)>,
@@ -166,7 +162,7 @@ fn try_begin(shared: &Arc<Shared>, mut request: PutRequest) -> Result<(u32, Laye
     }
     job.lock().parts_left = 1;
     let (stream, progress) = LayeredPut::new(from, shape, gate, answer);
-    let part = LayersPart { job, runs, shares, promises: Vec::new(), tell: None, progress, begun: None };
+    let part = LayersPart { job, runs, shares, promises: Vec::new(), progress, begun: None };
     Ok((shard, part, stream))
 }
 
@@ -194,7 +190,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
         log.layered.borrow_mut().retain(|gate| !gate.is(&left));
         log.volume.changed.wake_all();
     };
-    let Some(part) = pay(&log.volume, part, deadline.as_mut()).await else {
+    let Some(part) = pay(&log.space, part, deadline.as_mut()).await else {
         return ended();
     };
     let Some((mut part, segment, places)) = find(log, part, deadline.as_mut()).await else {
@@ -240,19 +236,16 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
 
 /// Takes what the records will take of their namespace's quota; `None` if it cannot be had, or not in time: that has been
 /// answered.
-async fn pay(volume: &Volume, mut part: LayersPart, deadline: Option<&mut LocalTask>) -> Option<LayersPart> {
-    let (shares, tell) = (std::mem::take(&mut part.shares), part.tell.take());
+async fn pay(space: &Space, mut part: LayersPart, deadline: Option<&mut LocalTask>) -> Option<LayersPart> {
+    let shares = std::mem::take(&mut part.shares);
     let paying = pin!(async {
         let mut promises = Vec::with_capacity(shares.len());
         for share in shares {
-            promises.push(share.paid(&volume.shared).await?);
+            promises.push(share.paid(space).await?);
         }
         Ok(promises)
     });
     let paid = with_deadline(paying, deadline).await;
-    if let Some(router) = tell {
-        router.tell_evicted(&volume.shared);
-    }
     match paid.unwrap_or(Err(Reason::DeadlinePassed)) {
         Ok(promises) => {
             part.promises = promises;

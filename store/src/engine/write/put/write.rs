@@ -15,7 +15,6 @@ use kvarts_layout::format::page_align;
 use kvarts_layout::format::record::Body;
 
 use super::{HEADER_BLOCK_BYTES, HEADER_BYTES, PutJob};
-use crate::engine::shared::quota;
 use crate::engine::volume::Volume;
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::engine::write::log::Log;
@@ -251,7 +250,6 @@ fn publish_piece(
         return Ok(());
     }
     note_continued(job, &piece.run, prints);
-    quota::note(&job.shared, job.class.number, record, prints.iter().copied());
     let (written, counters) = (&piece.written, &volume.shared.counters);
     counters.payload_bytes_stored.fetch_add(written.payload_bytes, Relaxed);
     counters.record_bytes_written.fetch_add(written.end - written.offset, Relaxed);
