@@ -471,7 +471,7 @@ fn a_lower_quota_takes_a_chain_over_all_shards_from_its_end() {
     }
     let shards: BTreeSet<u32> = keys.iter().map(|key| stage.engine().shard_of(key)).collect();
     assert!(shards.len() > 1, "one shard has all");
-    for parts in [2, 3, 8] {
+    for parts in [2, 3, 2] {
         let limit = live(&stage, desk.namespace) / parts;
         drive(stage.world(), stage.engine().set_quota(desk.namespace, Some(limit))).unwrap().unwrap();
         assert!(live(&stage, desk.namespace) <= limit);
@@ -479,6 +479,51 @@ fn a_lower_quota_takes_a_chain_over_all_shards_from_its_end() {
         assert!(!left.is_empty() && left.iter().copied().eq(0..left.len() as u64), "{left:?}");
     }
     stage.audit_all();
+}
+
+#[test]
+fn a_lower_quota_costs_a_look_at_its_own_records_and_a_read_of_each_header() {
+    let looks = |strangers: u64| {
+        let (world, stage) = open(19, 32 << 20);
+        let (desk, other) = (Desk::new(&stage, "quota"), Desk::new(&stage, "strangers"));
+        fill(&desk, 0..200);
+        fill(&other, 0..strangers);
+        let before = stage.engine().work_done().quotas.steps;
+        let operations = world.disk().operations().0;
+        let limit = live(&stage, desk.namespace) / 2;
+        drive(&world, stage.engine().set_quota(desk.namespace, Some(limit))).unwrap().unwrap();
+        assert!(
+            live(&stage, desk.namespace) <= limit && here(&other, 0..strangers).len() as u64 == strangers
+        );
+        let done = stage.engine().work_done().quotas;
+        assert!(done.longest_steps <= 1024, "{done:?}");
+        (done.steps - before, world.disk().operations().0 - operations)
+    };
+    let (alone, beside) = (looks(0), looks(400));
+    assert!(alone.1 <= 110, "{alone:?}: more operations than records that go");
+    assert!(
+        beside.0 <= alone.0 + 200 && beside.1 <= alone.1 + 10,
+        "{beside:?} beside others, {alone:?} alone"
+    );
+}
+
+/// While a put makes room the limit becomes less than the put.
+#[test]
+fn a_limit_that_becomes_less_than_a_put_lets_nothing_go_for_it() {
+    let (world, stage) = open(23, 16 << 20);
+    let desk = Desk::new(&stage, "quota");
+    fill(&desk, 0..40);
+    let limit = live(&stage, desk.namespace);
+    drive(&world, stage.engine().set_quota(desk.namespace, Some(limit))).unwrap().unwrap();
+    let of_one_shard = |key: &BlockKey| stage.engine().shard_of(key) == 0;
+    let run: Vec<BlockKey> = desk.keys(100..200).into_iter().filter(of_one_shard).take(3).collect();
+    let answer = stage.store().put(desk.request(pages(), &run, 1));
+    drop(stage.engine().set_quota(desk.namespace, Some(limit / 16)));
+    let reply = drive(&world, answer).unwrap().unwrap().unwrap();
+    let is_refused = |one: &BlockOutcome| matches!(one, BlockOutcome::Refused(Reason::Quota { .. }));
+    assert!(reply.outcomes.iter().all(is_refused), "{:?}", reply.outcomes);
+    let left = here(&desk, 0..40).len();
+    assert!((1..=2).contains(&left), "{left} of 40 blocks are left where a sixteenth fits");
 }
 
 #[test]

@@ -113,28 +113,30 @@ fn hung(seed: Seed) -> Result<(), String> {
 struct Limited<'a> {
     desk: Desk<'a>,
     stage: &'a SimStage,
-    /// Keys of the sound drive that are not here.
+    /// Keys of the sound drive and of the other one that are not here.
     sound: Vec<BlockKey>,
+    sick: Vec<BlockKey>,
 }
 
 impl<'a> Limited<'a> {
     fn fill(stage: &'a SimStage) -> Result<Self, String> {
         let desk = Desk::new(stage, "quota");
-        let (mut sound, mut filled) = (Vec::new(), [0, 0]);
-        for key in (0..).map(|n| fixture::key(desk.chain, n)) {
-            let shard = stage.engine().shard_of(&key) as usize;
-            if filled[shard] < BLOCKS {
-                filled[shard] += 1;
-                let outcomes = desk.outcomes(desk.request(pages(), &[key], 1));
-                ensure(outcomes == [BlockOutcome::Stored], "a block is not stored", outcomes)?;
-            } else if shard == 0 {
-                sound.push(key);
-            }
-            if filled == [BLOCKS, BLOCKS] && sound.len() >= 3 * BLOCKS {
-                break;
+        let (mut sound, mut sick) = (Vec::new(), Vec::new());
+        for key in (0..8 * BLOCKS as u64).map(|n| fixture::key(desk.chain, n)) {
+            match stage.engine().shard_of(&key) {
+                0 => sound.push(key),
+                _ => sick.push(key),
             }
         }
-        let limited = Self { desk, stage, sound };
+        // What lies on the drive that will hang goes first.
+        for keys in [&mut sick, &mut sound] {
+            for key in keys.drain(..BLOCKS) {
+                let outcomes = desk.outcomes(desk.request(pages(), &[key], 1));
+                ensure(outcomes == [BlockOutcome::Stored], "a block is not stored", outcomes)?;
+            }
+            stage.advance(Duration::from_secs(2));
+        }
+        let limited = Self { desk, stage, sound, sick };
         limited.set(limited.live())?;
         Ok(limited)
     }
@@ -152,9 +154,12 @@ impl<'a> Limited<'a> {
 
     /// What is put on the sound drive takes the place of blocks there, and a lower limit is met as far as the other one lets it.
     fn goes_on(&mut self) -> Result<(), String> {
-        for quarters in [4, 3, 3] {
+        // It needs room, too, and waits for its drive then.
+        let hanging = self.stage.store().put(self.desk.request(pages(), &self.sick[..1], 1));
+        let all = self.live();
+        for eighths in [8, 7, 6] {
             // All that lies on the other drive fits, should none of it go.
-            let limit = self.live() / 4 * quarters;
+            let limit = all / 8 * eighths;
             self.set(limit)?;
             for key in self.sound.split_off(self.sound.len() - BLOCKS) {
                 let outcomes = self.desk.outcomes(self.desk.request(pages(), &[key], 1));
@@ -162,6 +167,7 @@ impl<'a> Limited<'a> {
                 ensure(self.live() <= limit, "more than the quota", self.live())?;
             }
         }
+        drop(hanging);
         Ok(())
     }
 }

@@ -266,7 +266,7 @@ pub const BUGS: &[Bug] = &[
         "R43",
         "a read ends without the blocks of the other drives if one drive does not answer",
     ),
-    bug("quota-waits", "R43", "a put at a quota waits for a shard whose drive hangs"),
+    bug("quota-waits", "R43", "a put at a quota waits for a shard whose drive hangs").at(2),
     bug("one-lane", "R43", "requests to a silent drive use up the queue of the other drives"),
     bug("behind-not-told", "R44", "a drive that returns does not receive the deletes that it missed").at(1),
     bug(

@@ -26,7 +26,7 @@ use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::directories::forget_gone;
 use crate::engine::shared::health::Vigil;
-use crate::engine::shared::quota::{self, QuotaScope};
+use crate::engine::shared::quota::{self, Gone, QuotaScope, ToGo};
 use crate::engine::tasks::fair_turn::FairTurn;
 use crate::engine::tasks::notify::{Turn, with_deadline, yield_now};
 use crate::engine::volume::Volume;
@@ -184,9 +184,7 @@ impl Executor {
                 Message::Shrink => self.shrink(),
                 Message::GiveSpare { shard, bytes, reply } => self.give_spare(shard, bytes, reply),
                 Message::MakeRoom { shard, reply } => self.make_room(shard, reply),
-                Message::EvictOf { shard, accounts, bytes, reply } => {
-                    self.evict_of(shard, (accounts, bytes), reply);
-                }
+                Message::EvictRecords { shard, records, reply } => self.evict_records(shard, records, reply),
                 Message::KeepQuota { shared, scope, reply } => self.keep_quota(shared, scope, reply),
                 Message::FreeSpace { shared, reply } => self.free_space(shared, reply),
                 Message::Inspect(reply) => self.inspect(reply),
@@ -562,11 +560,16 @@ impl Executor {
         });
     }
 
-    fn evict_of(&self, shard: u32, (accounts, bytes): (Arc<BTreeSet<u32>>, u64), reply: Reply<u64>) {
+    /// A put waits for it.
+    fn evict_records(&self, shard: u32, records: Vec<ToGo>, reply: Reply<Gone>) {
         let Some(shard) = self.own(shard) else { return };
-        self.background(async move {
-            let _ = reply.send(shard.space.evict_of(&accounts, bytes).await);
-        });
+        let busy = Busy::new(&self.busy);
+        let evicting = async move {
+            let gone = shard.space.evict_records(&records, &|| reply.is_cancelled()).await;
+            let _ = reply.send(gone);
+            drop(busy);
+        };
+        self.rt.spawn(Class::Put, Box::pin(evicting));
     }
 
     fn keep_quota(&self, shared: Arc<Shared>, scope: QuotaScope, reply: Reply<()>) {

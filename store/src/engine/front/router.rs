@@ -1,6 +1,5 @@
 //! What executors are asked, and the way to the one that owns a shard.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvarts_layout::BlockKey;
@@ -19,7 +18,7 @@ use crate::engine::read::job::ReadPart;
 use crate::engine::read::lend::LendPart;
 use crate::engine::recover::RecoveryReport;
 use crate::engine::shared::Shared;
-use crate::engine::shared::quota::QuotaScope;
+use crate::engine::shared::quota::{Gone, QuotaScope, ToGo};
 use crate::engine::shared::spare_room::OtherShards;
 use crate::engine::volume::directory::{self, Found};
 use crate::engine::volume::tombstones::Graves;
@@ -95,8 +94,8 @@ pub(crate) enum Message {
     SurveyChains(Arc<Shared>),
     /// Evict for another shard, in which nothing may go.
     MakeRoom { shard: u32, reply: Reply<bool> },
-    /// Evict blocks of these accounts in a shard, for a quota.
-    EvictOf { shard: u32, accounts: Arc<BTreeSet<u32>>, bytes: u64, reply: Reply<u64> },
+    /// Evict the blocks of these records of a shard, for a quota.
+    EvictRecords { shard: u32, records: Vec<ToGo>, reply: Reply<Gone> },
     /// Have all shards evict for a limit that was lowered.
     KeepQuota { shared: Arc<Shared>, scope: QuotaScope, reply: Reply<()> },
     /// Say how many bytes the file systems of the directories have free.
@@ -291,10 +290,11 @@ impl OtherShards for Router {
         self.offer(shard, Message::MakeRoom { shard, reply }).is_none().then_some(answer)
     }
 
-    fn evict_of(&self, shard: u32, accounts: Arc<BTreeSet<u32>>, bytes: u64) -> Option<Ticket<u64>> {
+    fn evict_records(&self, shard: u32, records: Vec<ToGo>) -> Option<Ticket<Gone>> {
         let (reply, answer) = ticket();
-        let message = Message::EvictOf { shard, accounts, bytes, reply };
-        self.offer(shard, message).is_none().then_some(answer)
+        // Of each account that makes room there is one at most.
+        self.to(shard)?.send_over(Message::EvictRecords { shard, records, reply }).ok()?;
+        Some(answer)
     }
 
     fn tell_lost(&self, shared: &Arc<Shared>) {

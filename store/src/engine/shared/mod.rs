@@ -150,7 +150,7 @@ pub(crate) struct Shared {
     pub(crate) entropy: Arc<dyn Entropy>,
     pub(crate) counters: Counters,
     pub(crate) events: Arc<EventLog>,
-    /// Blocks that a quota took out and whose events are still to come.
+    /// Shards of which nothing is chosen for a quota.
     pub(crate) silent: SilentShards,
     /// Why blocks went that are not here.
     pub(crate) gone: RecentlyGone,

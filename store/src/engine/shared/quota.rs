@@ -1,34 +1,53 @@
-//! Keeping a namespace within its quota, and the namespaces of a tenant together within theirs.
+//! Keeping a namespace within its quota, and the namespaces of a tenant together within theirs: what was not used for
+//! longest goes first.
 //!
-//! A put that would pass a limit waits while blocks of its account are evicted (`space::evict::of_accounts`): those of its own
-//! shard first, on its executor. Where nothing may go there, other shards evict, one after the other, each for a bounded
-//! time: a shard whose device or executor hangs costs one such wait, and is then left alone for a while. A limit that is
-//! lowered is met in the same way by all shards, a part in each. One task at a time makes room for an account; others wait in the order in which they came.
+//! A put that would pass a limit waits while records of its account go. Which, is chosen in memory on the executor of
+//! the put, by a walk over the account's own records, which are kept apart from others': the oldest, for a share of the limit, so that the
+//! next walk is that many bytes away (`oldest`). A record goes after all that hang on it (`waves`), by the executor of its shard, which
+//! reads its header for the names of its blocks (`space::evict::of_records`). A limit that is lowered is met in the same way, on
+//! the first executor. One task at a time makes room for an account; others wait in the order in which they came.
 //!
-//! What counts is what the index points at, so an evicted block is out of the account at once, and its bytes are dead until
-//! their segment is reclaimed. A block on which others hang stays until those have gone. So a chain that lies in several shards goes
-//! from its end, and all shards are gone through until nothing more goes.
+//! What counts is what the index points at: an evicted block is out of the account at once, and its bytes are dead until their
+//! segment is reclaimed. So nothing is punched for a quota.
+//!
+//! The wait for a shard is bounded: one whose device or executor hangs costs one wait, and nothing of it is chosen for a
+//! while.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod oldest;
+mod waves;
+
+use std::collections::BTreeMap;
 use std::pin::pin;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use kvarts_layout::planted;
 
+use self::oldest::{Old, Oldest};
+use self::waves::Waves;
 use super::Shared;
-use crate::engine::space::Space;
 use crate::engine::tasks::notify::with_deadline;
+use crate::engine::tasks::steps::Section;
+use crate::index::{Lookup, OwnerCursor, RecordId, RecordInfo};
 use crate::ledger::{Account, MakingRoom, OverQuota, Pool, Promise};
 use crate::rt::LocalTask;
 use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::Reason;
 use kvarts_contract::sync::Mutex;
 
-/// How long a task waits for what another shard evicts: a few footers are read for it.
-const ANSWER_WITHIN: Duration = Duration::from_millis(500);
-/// How long a shard is not asked that did not answer in time.
+/// Each time at least this part of the limit is freed.
+const SHARE: u64 = 16;
+/// Records that go before others are chosen to go at once.
+const AT_ONCE: usize = 1024;
+/// Those of one shard: their headers are read for it.
+pub(crate) const OF_A_SHARD: usize = 32;
+/// How long a task waits for what shards evict.
+const ANSWER_WITHIN: Duration = Duration::from_secs(1);
+/// How long nothing is chosen of a shard that did not answer in time.
 const ASKED_AGAIN_AFTER: Duration = Duration::from_secs(30);
+
+/// A record that is to go: its number, and the segment and page where it lies.
+pub(crate) type ToGo = (RecordId, (u32, u32));
 
 /// What a put has of its account's limit.
 #[derive(Debug)]
@@ -54,20 +73,22 @@ fn refused(over: OverQuota) -> Reason {
 }
 
 impl Share {
-    /// Makes room for what is owed by a put in this shard, and takes it.
-    pub(crate) async fn paid(self, space: &Space) -> Result<Promise, Reason> {
+    /// Makes room for what is owed, and takes it. `timer` is a timer of the executor on which it runs.
+    pub(crate) async fn paid(
+        self,
+        shared: &Shared,
+        timer: &dyn Fn(Nanos) -> LocalTask,
+    ) -> Result<Promise, Reason> {
         match self {
             Self::Promised(promise) => Ok(promise),
             Self::Owed(account, bytes) => {
-                let shared = &space.volume.shared;
-                let timer = |at| space.volume.driver.sleep_until(at);
-                let room = Room { shared, own: Some(space), timer: &timer };
+                let room = Room { shared, timer };
                 loop {
-                    let evicted = room.make(&account, bytes).await;
+                    let made = room.make(&account, bytes).await;
                     match account.promise(bytes) {
                         Ok(promise) => return Ok(promise),
                         // Others took what was freed: there may be more.
-                        Err(_) if evicted => {}
+                        Err(_) if made => {}
                         Err(over) => return Err(refused(over)),
                     }
                 }
@@ -112,89 +133,178 @@ impl QuotaScope {
         }
     }
 
-    /// The numbers of the accounts whose records count in it.
-    fn accounts(&self, shared: &Shared) -> BTreeSet<u32> {
-        let ledger = shared.index.records().ledger();
+    /// Bytes that are to go before this many more fit; `None` if they fit, or can never fit: nothing goes for them.
+    fn wanted(&self, bytes: u64) -> Option<u64> {
+        let limit = self.limit().filter(|limit| bytes <= *limit)?;
+        let excess = self.excess(bytes);
+        (excess > 0).then(|| excess.max(limit / SHARE))
+    }
+
+    /// The accounts whose records count in it.
+    fn accounts(&self, shared: &Shared) -> Vec<Arc<Account>> {
         match self {
-            Self::Namespace(account) => [account.number()].into(),
-            Self::Tenant(pool) => ledger.accounts_in(pool).iter().map(|account| account.number()).collect(),
+            Self::Namespace(account) => vec![Arc::clone(account)],
+            Self::Tenant(pool) => shared.index.records().ledger().accounts_in(pool),
         }
     }
 }
 
 /// Has the shards of a store evict for a limit that was lowered. `timer` is a timer of the executor on which it runs.
 pub(crate) async fn keep(shared: &Shared, scope: &QuotaScope, timer: &dyn Fn(Nanos) -> LocalTask) {
-    Room { shared, own: None, timer }.make_in(scope, 0).await;
+    Room { shared, timer }.make_in(scope, 0).await;
 }
 
 /// A task that makes room.
 struct Room<'a> {
     shared: &'a Shared,
-    /// The shard of the put that it is made for.
-    own: Option<&'a Space>,
     timer: &'a dyn Fn(Nanos) -> LocalTask,
 }
 
 impl Room<'_> {
-    /// Evicts blocks until `bytes` more fit into the account and its pool, if that can be had; says whether any went.
+    /// Evicts records until `bytes` more fit into the account and its pool, if that can be had. False if they do not fit and nothing
+    /// went.
     async fn make(&self, account: &Arc<Account>, bytes: u64) -> bool {
         let of_namespace = self.make_in(&QuotaScope::Namespace(Arc::clone(account)), bytes).await;
-        match account.pool() {
-            Some(pool) => self.make_in(&QuotaScope::Tenant(Arc::clone(pool)), bytes).await || of_namespace,
+        match account.pool().filter(|_| of_namespace) {
+            Some(pool) => self.make_in(&QuotaScope::Tenant(Arc::clone(pool)), bytes).await,
             None => of_namespace,
         }
     }
 
     async fn make_in(&self, scope: &QuotaScope, bytes: u64) -> bool {
         let _turn = scope.turn().take().await;
-        // What can never fit makes nothing go.
-        if scope.limit().is_none_or(|limit| bytes > limit) || scope.excess(bytes) == 0 {
-            return false;
+        let accounts = scope.accounts(self.shared);
+        let mut section = Section::begin(&self.shared.work.quotas, &*self.shared.clock);
+        let (mut behind, mut evicted, mut chosen) = (None, false, Waves::new());
+        // One look, unless more of the oldest may not go than it has kept for that.
+        while let Some(wanted) = scope.wanted(bytes) {
+            let mut oldest = Oldest::behind(behind, wanted);
+            for account in &accounts {
+                self.offer(account, &mut oldest, &mut section).await;
+            }
+            while let Some(wanted) = scope.wanted(bytes)
+                && let Some(last) = self.choose((&mut oldest, wanted), &mut chosen, &mut section).await
+            {
+                behind = behind.max(Some(last));
+                evicted |= self.evict(&mut chosen, &mut section).await;
+            }
+            if !oldest.is_cut() {
+                break;
+            }
         }
-        let accounts = Arc::new(scope.accounts(self.shared));
-        let shards = u32::try_from(self.shared.shards()).unwrap_or(u32::MAX).max(1);
-        let first = self.own.map_or(0, |own| own.volume.shard);
-        let mut evicted = false;
-        loop {
-            let mut went = 0;
-            for shard in (0..shards).map(|step| first.wrapping_add(step) % shards) {
-                let excess = scope.excess(bytes);
-                if excess == 0 {
-                    return evicted || went > 0;
+        while chosen.forget_one() {
+            section.step(1).await;
+        }
+        evicted || scope.excess(bytes) == 0
+    }
+
+    /// Chooses the oldest records that are worth so many bytes, and gives the last of them; `None` if there is none. One that was
+    /// chosen before, and stayed for what hangs on it, goes after that.
+    async fn choose(
+        &self,
+        (oldest, wanted): (&mut Oldest, u64),
+        chosen: &mut Waves<Old>,
+        section: &mut Section<'_>,
+    ) -> Option<Old> {
+        let (mut ids, mut bytes, mut last) = (Vec::new(), 0u64, None);
+        while bytes < wanted
+            && let Some(one) = oldest.pop()
+        {
+            bytes = bytes.saturating_add(one.share);
+            last = Some(one);
+            ids.push(one.id);
+            chosen.add(one.id, one);
+            section.step(1).await;
+        }
+        for &id in &ids {
+            let hanging = self.shared.index.records().get(id).filter(|info| info.hangs);
+            if let Some(info) = hanging
+                && let Lookup::Live(before) = self.shared.index.lookup_first(info.parent)
+            {
+                chosen.hangs(id, before.record);
+            }
+            section.step(1).await;
+        }
+        for &id in &ids {
+            chosen.is_first(id);
+            section.step(1).await;
+        }
+        last
+    }
+
+    /// Offers every record of an account that has a live block, but those of shards that do not answer.
+    async fn offer(&self, account: &Account, oldest: &mut Oldest, section: &mut Section<'_>) {
+        let mut some = Vec::new();
+        for shard in 0..u16::try_from(self.shared.shards()).unwrap_or(u16::MAX) {
+            let now = self.shared.clock.now();
+            let mut cursor = (!self.shared.silent.is_silent(shard.into(), now)).then(OwnerCursor::default);
+            while let Some(from) = cursor {
+                let owner = (shard, Some(account.number()));
+                cursor = self.shared.index.records().snapshot_of(owner, from, &mut some);
+                for (id, info, used) in some.iter().filter(|(_, info, _)| info.live > 0) {
+                    let lies = (info.shard, info.segment, info.page);
+                    oldest.offer(Old { used: *used, lies, id: *id, share: info.share(info.live) });
                 }
-                let part = if self.own.is_some() { excess } else { excess.div_ceil(u64::from(shards)) };
-                went += self.evict_in(shard, &accounts, part).await;
+                section.step(some.len().max(1) as u64).await;
             }
-            if went == 0 {
-                return evicted;
-            }
-            evicted = true;
         }
     }
 
-    /// Has a shard evict blocks of these accounts; gives how many went.
-    async fn evict_in(&self, shard: u32, accounts: &Arc<BTreeSet<u32>>, bytes: u64) -> u64 {
-        if let Some(own) = self.own.filter(|own| own.volume.shard == shard) {
-            return own.evict_of(accounts, bytes).await;
-        }
-        let now = self.shared.clock.now();
-        if self.shared.silent.is_silent(shard, now) {
-            return 0;
-        }
-        let others = self.shared.others();
-        let Some(answer) = others.and_then(|others| others.evict_of(shard, Arc::clone(accounts), bytes))
-        else {
-            return 0;
-        };
-        let within = if planted!("quota-waits") { Duration::from_secs(3600) } else { ANSWER_WITHIN };
-        match with_deadline(pin!(answer), Some((self.timer)(now.plus(within)))).await {
-            Some(went) => went.unwrap_or(0),
-            None => {
-                self.shared.silent.note(shard, now.plus(ANSWER_WITHIN + ASKED_AGAIN_AFTER));
-                0
+    /// Has the shards evict what is chosen; says whether anything went.
+    async fn evict(&self, chosen: &mut Waves<Old>, section: &mut Section<'_>) -> bool {
+        let (mut evicted, mut left) = (false, Vec::new());
+        loop {
+            left.extend(chosen.take(AT_ONCE - left.len()));
+            if left.is_empty() {
+                return evicted;
+            }
+            let mut by_shard = BTreeMap::<u32, Vec<ToGo>>::new();
+            let before = std::mem::take(&mut left);
+            for (id, one) in before {
+                let (shard, segment, page) = one.lies;
+                let of_shard = by_shard.entry(shard.into()).or_default();
+                match of_shard.len() < OF_A_SHARD {
+                    true => of_shard.push((id, (segment, page))),
+                    false => left.push((id, one)),
+                }
+                section.step(1).await;
+            }
+            let now = self.shared.clock.now();
+            let (others, by) = (self.shared.others(), now.plus(ANSWER_WITHIN));
+            let ask = |(shard, records)| {
+                let is_silent = self.shared.silent.is_silent(shard, now);
+                let others = others.as_ref().filter(|_| !is_silent)?;
+                Some((shard, others.evict_records(shard, records)?))
+            };
+            let asked: Vec<_> = by_shard.into_iter().filter_map(ask).collect();
+            section.pause();
+            for (shard, answer) in asked {
+                let by = if planted!("quota-waits") { now.plus(Duration::from_secs(3600)) } else { by };
+                match with_deadline(pin!(answer), Some((self.timer)(by))).await {
+                    Some(gone) => {
+                        let gone = gone.unwrap_or_default();
+                        evicted |= gone.blocks > 0;
+                        gone.records.into_iter().for_each(|id| chosen.gone(id));
+                    }
+                    None => self.shared.silent.note(shard, self.shared.clock.now().plus(ASKED_AGAIN_AFTER)),
+                }
             }
         }
     }
+}
+
+/// What a shard has evicted.
+#[derive(Debug, Default)]
+pub(crate) struct Gone {
+    /// Blocks.
+    pub(crate) blocks: u64,
+    /// Records of which nothing is left.
+    pub(crate) records: Vec<RecordId>,
+}
+
+/// Whether a record is still the one that was chosen.
+pub(crate) fn is_same(info: &RecordInfo, lies: (u32, u32)) -> bool {
+    (info.segment, info.page) == lies && info.live > 0
 }
 
 /// Shards that did not answer in time, and until when they are not asked.

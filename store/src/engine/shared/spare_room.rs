@@ -6,7 +6,6 @@
 //! two that are short at once do not wait for each other. The wait for an answer is bounded: a shard whose device or executor hangs
 //! costs the others one wait, and is then left alone for a while.
 
-use std::collections::BTreeSet;
 use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -14,6 +13,7 @@ use std::time::Duration;
 use kvarts_layout::planted;
 
 use super::Shared;
+use super::quota::{Gone, ToGo};
 use crate::engine::tasks::notify::with_deadline;
 use crate::rt::LocalTask;
 use kvarts_contract::clock::Nanos;
@@ -34,9 +34,8 @@ pub(crate) trait OtherShards: Send + Sync {
     fn give_spare(&self, shard: u32, bytes: u64) -> Option<Ticket<bool>>;
     /// Has a shard evict for another one. The answer says whether that made room; none if it cannot be asked.
     fn make_room(&self, shard: u32) -> Option<Ticket<bool>>;
-    /// Has a shard evict blocks of these accounts that are worth so many bytes. The answer says how many went; none if it cannot be
-    /// asked.
-    fn evict_of(&self, shard: u32, accounts: Arc<BTreeSet<u32>>, bytes: u64) -> Option<Ticket<u64>>;
+    /// Has a shard evict the blocks of these records, for a quota. The answer says what went; none if it cannot be asked.
+    fn evict_records(&self, shard: u32, records: Vec<ToGo>) -> Option<Ticket<Gone>>;
     /// Tells all executors that a directory was lost.
     fn tell_lost(&self, shared: &Arc<Shared>);
 }

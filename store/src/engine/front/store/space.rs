@@ -162,12 +162,12 @@ impl Store {
     }
 
     /// Limits what a namespace may have on disk: live bytes, headers and padding included. A put that would pass
-    /// the limit first evicts blocks of the namespace, by the store's policy, and is refused with [`Reason::Quota`]
+    /// the limit first evicts what the namespace has not used for longest, and is refused with [`Reason::Quota`]
     /// if leases forbid that or it is too large. `None` takes the limit away. The namespace need not be registered yet;
     /// limits are not kept on disk, what counts against them is.
     ///
     /// The limit holds for puts from now on. What exceeds it is evicted by the executors, also if the answer is dropped; the
-    /// answer comes when that is done, as far as leases allow it.
+    /// answer comes when that is done, as far as leases allow it and devices answer.
     pub fn set_quota(&self, namespace: NamespaceId, bytes: Option<u64>) -> Ticket<()> {
         let account = self.0.shared.index.records().ledger().account(namespace);
         account.set_limit(bytes);

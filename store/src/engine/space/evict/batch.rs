@@ -9,8 +9,8 @@ use kvarts_layout::format::footer::{Content, Entry, Footer};
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
-use super::choose::{self, Candidates, Leaving, Victims};
-use super::coldest::{Footers, coldest, is_punchable};
+use super::choose::{self, Leaving, Victims};
+use super::coldest::{Footers, is_punchable};
 use super::pages::{Holes, Lying, inside, without};
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::shared::visibility::{BlockOf, Departure};
@@ -104,8 +104,7 @@ impl Space {
         // Where what is unused is enough, nothing goes that is used.
         if had < shortage.clamp(1, wanted) {
             let policy = self.volume.shared.policy();
-            let among = Candidates { segments: coldest(self).await, of: None };
-            (victims, footers) = choose::choose(self, policy, among, wanted - had).await;
+            (victims, footers) = choose::choose(self, policy, &|_| true, wanted - had).await;
         }
         dead.extend(victims.keys());
         let numbers = self.last_first(dead);
@@ -117,7 +116,7 @@ impl Space {
     }
 
     /// In the order in which blocks go: what hangs on others was put after them, as a rule.
-    pub(super) fn last_first(&self, numbers: BTreeSet<u32>) -> Vec<u32> {
+    fn last_first(&self, numbers: BTreeSet<u32>) -> Vec<u32> {
         let segments = self.volume.segments.borrow();
         let sequence = |number: &u32| segments.get(number).map_or(0, |segment| segment.first_sequence.get());
         let mut numbers: Vec<u32> = numbers.into_iter().collect();
@@ -239,8 +238,7 @@ impl Space {
             }
             let before = segment.book.live();
             if let Some(leaving) = victims.get(&segment.number) {
-                let why = Departure::Evicted;
-                self.evict_some((&segment, &footer), (leaving, why), &mut columns, &mut section).await;
+                self.evict_some((&segment, &footer), leaving, &mut columns, &mut section).await;
             }
             if segment.book.live() == 0 && !self.is_hollow(&segment) {
                 // Recycled as a whole: that needs no flush.
@@ -283,16 +281,15 @@ impl Space {
         all.into_iter().flatten().collect()
     }
 
-    /// Evicts blocks of a segment, those behind others first, with what else there is of the same blocks; gives how many of the
-    /// chosen ones went. One stays that something hangs on by now: a put has begun behind it, or what hung on it has not gone yet.
-    pub(super) async fn evict_some(
+    /// Evicts blocks of a segment, those behind others first, with what else there is of the same blocks. One stays that
+    /// something hangs on by now: a put has begun behind it, or what hung on it has not gone yet.
+    async fn evict_some(
         &self,
         (segment, footer): (&Segment, &Footer),
-        (leaving, why): (&BTreeMap<u32, Leaving>, Departure),
+        leaving: &BTreeMap<u32, Leaving>,
         columns: &mut BTreeMap<u32, BTreeSet<(Group, Coordinate)>>,
         section: &mut Section<'_>,
-    ) -> u64 {
-        let mut gone = 0;
+    ) {
         for entry in footer.records.iter().rev() {
             let Content::Blocks(blocks) = &entry.content else { continue };
             let page = u32::try_from(entry.offset / PAGE_BYTES).unwrap_or(u32::MAX);
@@ -300,18 +297,17 @@ impl Space {
                 Some(leaving) => {
                     let mut some = leaving.blocks.clone();
                     some.sort_unstable_by_key(|(at, _)| std::cmp::Reverse(at.block));
-                    gone += self.evict_blocks(blocks, &some, columns, why);
+                    self.evict_blocks(blocks, &some, columns, Departure::Evicted);
                     section.step(some.len() as u64).await;
                 }
-                None if why == Departure::Evicted => self.evict_orphans(segment, entry, blocks),
-                None => {}
+                None => self.evict_orphans(segment, entry, blocks),
             }
             section.step(1).await;
         }
-        gone
     }
 
-    fn evict_blocks(
+    /// Evicts blocks of a record, in this order, up to one that may not go; gives how many went.
+    pub(super) fn evict_blocks(
         &self,
         blocks: &Blocks,
         some: &[(Location, BlockFingerprint)],

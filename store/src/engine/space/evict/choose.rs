@@ -28,12 +28,12 @@ use kvarts_layout::format::body::{Blocks, ENCODING_RAW};
 use kvarts_layout::format::footer::{Content, Entry, Footer};
 use kvarts_layout::{BlockKey, Group, Layout};
 
-use super::coldest::{Footers, LOOKED_AT, OLDEST_PARTS, Sample, footers, is_punchable};
+use super::coldest::{Footers, LOOKED_AT, OLDEST_PARTS, Sample, coldest, footers, is_punchable};
 use crate::engine::shared::policy::{Candidate, EvictionPolicy};
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::space::Space;
 use crate::engine::tasks::steps::Section;
-use crate::engine::volume::segment::{Segment, SegmentState};
+use crate::engine::volume::segment::Segment;
 use crate::index::{BlockFingerprint, Located, Location, RecordInfo};
 
 /// Blocks that are listed for one choice beyond the first segment's, about.
@@ -143,18 +143,10 @@ struct Seen {
     known: Candidate,
 }
 
-/// The blocks among which is chosen.
-pub(crate) struct Candidates<'a> {
-    /// The segments in which they lie, in the order in which these are listed, each with the coarse time of its coldest blocks.
-    pub(crate) segments: Vec<(i64, Rc<Segment>)>,
-    /// Those of these classes alone; their bytes are not given back to the file system. `None` is all blocks.
-    pub(crate) of: Option<&'a dyn Fn(&RecordClass) -> bool>,
-}
-
 struct Choice<'a> {
     space: &'a Space,
     policy: EvictionPolicy,
-    of: Option<&'a dyn Fn(&RecordClass) -> bool>,
+    of: &'a dyn Fn(&RecordClass) -> bool,
     wanted: u64,
     classes: BTreeMap<u32, Option<Facts>>,
     listed: Vec<Listed>,
@@ -180,14 +172,14 @@ struct Choice<'a> {
 pub(crate) async fn choose(
     space: &Space,
     policy: EvictionPolicy,
-    among: Candidates<'_>,
+    of: &dyn Fn(&RecordClass) -> bool,
     wanted: u64,
 ) -> (Victims, Footers) {
     let mut section = Section::begin(&space.volume.shared.work.evictions, &*space.volume.shared.clock);
     let mut choice = Choice {
         space,
         policy,
-        of: among.of,
+        of,
         wanted,
         classes: BTreeMap::new(),
         listed: Vec::new(),
@@ -203,20 +195,20 @@ pub(crate) async fn choose(
         samples: Vec::new(),
     };
     let mut kept = Footers::new();
-    for some in among.segments.chunks(LOOKED_AT) {
-        if some.first().is_none_or(|(coldest, _)| choice.is_enough(*coldest)) {
+    for some in coldest(space, &mut section).await.chunks(LOOKED_AT) {
+        if some.first().is_none_or(|next| choice.is_enough(next)) {
             break;
         }
         section.pause();
-        choice.read(some, &mut kept, &mut section).await;
-        for (_, segment) in some {
-            match kept.get(&segment.number).filter(|_| choice.may_go(segment)) {
+        footers(&space.volume, some, &mut kept).await;
+        for segment in some {
+            match kept.get(&segment.number).filter(|_| is_punchable(&space.volume, segment)) {
                 Some((_, footer)) if choice.blocks < BLOCKS_MAX || choice.bytes < wanted => {
                     choice.list(segment, footer, &mut section).await;
                 }
                 // Unreadable, or in use: its turn comes again.
-                None if choice.of.is_none() => segment.coldest.set(space.volume.shared.ages.steps() as i64),
-                _ => {}
+                None => segment.coldest.set(space.volume.shared.ages.steps() as i64),
+                Some(_) => {}
             }
         }
     }
@@ -224,38 +216,8 @@ pub(crate) async fn choose(
 }
 
 impl Choice<'_> {
-    /// Whether blocks of a segment may go. Where nothing is punched, every segment's may.
-    fn may_go(&self, segment: &Segment) -> bool {
-        self.of.is_some() || is_punchable(&self.space.volume, segment)
-    }
-
-    /// What these segments list.
-    async fn read(&self, some: &[(i64, Rc<Segment>)], kept: &mut Footers, section: &mut Section<'_>) {
-        let is_sealed = |segment: &Segment| segment.state.get() == SegmentState::Sealed;
-        let (sealed, others): (Vec<_>, Vec<_>) =
-            some.iter().map(|(_, segment)| Rc::clone(segment)).partition(|segment| is_sealed(segment));
-        footers(&self.space.volume, &sealed, kept).await;
-        if self.of.is_none() {
-            return;
-        }
-        for segment in &others {
-            let generation = segment.generation.get();
-            let listed = self.space.listed_in_memory(segment, section).await;
-            kept.insert(segment.number, (generation, listed));
-        }
-        // Their footers cannot be read: their headers say the same.
-        for segment in &sealed {
-            let generation = segment.generation.get();
-            if !kept.contains_key(&segment.number)
-                && let Ok(records) = self.space.reads.listing(segment).await
-            {
-                kept.insert(segment.number, (generation, Footer { records }));
-            }
-        }
-    }
-
-    /// Whether nothing is likely to go before what is picked in a segment of which the oldest part was used last at this time.
-    fn is_enough(&self, next: i64) -> bool {
+    /// Whether nothing in the segment that comes next is likely to go before what is picked.
+    fn is_enough(&self, next: &Segment) -> bool {
         let now = self.space.volume.shared.ages.steps() as i64;
         let Some((boundary, _)) = self.boundary() else { return false };
         let shared = &self.space.volume.shared;
@@ -264,7 +226,8 @@ impl Choice<'_> {
             return false;
         }
         let since = now - i64::from(self.policy.age_of(boundary));
-        !kvarts_layout::planted!("eviction-lists-all") && (self.blocks >= BLOCKS_MAX || since <= next)
+        !kvarts_layout::planted!("eviction-lists-all")
+            && (self.blocks >= BLOCKS_MAX || since <= next.coldest.get())
     }
 
     /// The rank at which what is picked becomes enough, and the bytes that rank above it; `None` if all is not enough.
@@ -281,8 +244,7 @@ impl Choice<'_> {
 
     fn facts(&mut self, class: u32) -> Option<Facts> {
         *self.classes.entry(class).or_insert_with(|| {
-            let class = self.space.volume.shared.classes.get(class);
-            let class = class.filter(|class| self.of.is_none_or(|of| of(class)));
+            let class = self.space.volume.shared.classes.get(class).filter(|class| (self.of)(class));
             class.map(|class| Facts::of(&class))
         })
     }
@@ -304,10 +266,7 @@ impl Choice<'_> {
             self.blocks += blocks.blocks.len() as u64;
             section.step(blocks.blocks.len() as u64).await;
         }
-        // A segment is as cold as all its blocks are.
-        if self.of.is_none() {
-            self.samples.push((Rc::clone(segment), sample));
-        }
+        self.samples.push((Rc::clone(segment), sample));
     }
 
     /// Ranks the live blocks of one record, and picks those that are among the highest so far. Gives a record with which to go on.
@@ -532,10 +491,7 @@ impl Choice<'_> {
         }
         let full = self.boundary();
         let mut picked = self.enough(section).await;
-        let spared = match self.of {
-            None => self.spare_others(&picked, section).await,
-            Some(_) => BTreeSet::new(),
-        };
+        let spared = self.spare_others(&picked, section).await;
         self.keep_needed(&mut picked, section).await;
         let mut victims = Victims::new();
         for (order, block) in &picked {

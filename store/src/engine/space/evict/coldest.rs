@@ -33,10 +33,8 @@ pub(crate) fn is_punchable(volume: &Volume, segment: &Segment) -> bool {
     segment.state.get() == SegmentState::Sealed && volume.is_unread(segment) && !segment.is_unpunchable()
 }
 
-/// The segments from which blocks may go, those first of which the oldest part is the oldest; of one age in log order. Each with
-/// that time.
-pub(crate) async fn coldest(space: &Space) -> Vec<(i64, Rc<Segment>)> {
-    let mut section = Section::begin(&space.volume.shared.work.evictions, &*space.volume.shared.clock);
+/// The segments from which blocks may go, those first of which the oldest part is the oldest; of one age in log order.
+pub(crate) async fn coldest(space: &Space, section: &mut Section<'_>) -> Vec<Rc<Segment>> {
     let mut all: Vec<(i64, u64, Rc<Segment>)> = Vec::new();
     let mut next = Some(0);
     while let Some(from) = next.take() {
@@ -59,7 +57,7 @@ pub(crate) async fn coldest(space: &Space) -> Vec<(i64, Rc<Segment>)> {
     }
     keep_first(&mut all);
     all.sort_unstable_by_key(|(coldest, sequence, _)| (*coldest, *sequence));
-    all.into_iter().map(|(coldest, _, segment)| (coldest, segment)).collect()
+    all.into_iter().map(|(.., segment)| segment).collect()
 }
 
 fn keep_first(all: &mut Vec<(i64, u64, Rc<Segment>)>) {

@@ -2,7 +2,7 @@
 //!
 //! `policy` ranks, `coldest` says where to look, `choose` picks for as many bytes as are wanted, `batch` takes them out of the index and gives their
 //! pages back, `pages` says which pages those are, `thin` moves the last blocks out of segments of which little is
-//! left, `of_accounts` does the same within a quota, `probe` asks the file system for a first hole. Where it cannot make them, whole segments are emptied instead (`engine/space/reclaim.rs`).
+//! left, `of_records` evicts within a quota, `probe` asks the file system for a first hole. Where it cannot make them, whole segments are emptied instead (`engine/space/reclaim.rs`).
 //!
 //! Order, and why nothing is lost or comes back wrong:
 //! - a block leaves the index first, with its event: later look-ups miss;
@@ -18,7 +18,7 @@
 pub(crate) mod batch;
 pub(crate) mod choose;
 pub(crate) mod coldest;
-mod of_accounts;
+mod of_records;
 pub(crate) mod pages;
 pub(crate) mod probe;
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Blocks leave one by one, their pages are given back, and the next start of the store finds the same blocks gone.
 
-use kvarts_layout::{BlockShape, ChunkShape, LayerShape, NamespaceId};
+use kvarts_layout::{BlockShape, ChunkShape, LayerShape};
 
 use super::batch::Made;
 use crate::engine::recover::recover;
@@ -37,23 +37,18 @@ fn filled() -> Place {
 
 /// Blocks that other shards have, in records of ten.
 fn strangers(world: &World, blocks: u64) {
-    // No class has this number.
-    records(world, 7, u32::MAX, blocks);
-}
-
-/// As many blocks of a class in a shard, in records of ten.
-fn records(world: &World, shard: u16, class: u32, blocks: u64) {
     let index = &world.shared.index;
     for record in 0..blocks / 10 {
         let info = crate::index::RecordInfo {
-            shard,
+            shard: 7,
             segment: (record / 1000) as u32,
             page: record as u32,
             header_pages: 1,
             payload_pages: 40,
             blocks: std::num::NonZeroU16::new(10).unwrap(),
             live: 0,
-            class,
+            // No class has this number.
+            class: u32::MAX,
             expires: 0,
             parent: 0,
             hangs: false,
@@ -490,101 +485,31 @@ fn what_ends_within_the_stretch_of_a_sweep_and_what_was_forgotten_go_at_their_ti
     });
 }
 
-/// Evicts until an account is within its limit.
-async fn keep_within(world: &World, account: &crate::ledger::Account) {
-    while account.excess(0) > 0 {
-        let gone = world.shard.space.evict_of(&[account.number()].into(), account.excess(0)).await;
-        assert!(gone > 0, "nothing may go");
-    }
+/// The record of a block, as a quota chooses it.
+fn to_go(world: &World, number: u64) -> (crate::index::RecordId, (u32, u32)) {
+    let found = world.shared.index.locate(print(world, number)).unwrap();
+    (found.location.record, (found.record.segment, found.record.page))
 }
 
 #[test]
-fn a_quota_is_kept_by_a_look_at_its_own_records_and_a_few_segments() {
+fn records_that_a_quota_chose_leave_from_their_ends_up_to_what_may_not_go() {
     let place = filled();
     place.run(|world| async move {
         recover(&world.shard.log).await.unwrap();
-        let account = world.shared.index.records().ledger().account(world.namespace("a").id);
-        let live = account.space().live;
-        let blocks = world.contents().len() as u64;
-        let done = || {
-            let done = world.shared.work.done();
-            (done.quotas.steps, done.evictions.steps)
-        };
-        account.set_limit(Some(live - live / 8));
-        keep_within(&world, &account).await;
-        let first = done();
-        strangers(&world, 100_000);
-        account.set_limit(Some(live - live / 4));
-        keep_within(&world, &account).await;
-        let second = (done().0 - first.0, done().1 - first.1);
-        assert!(
-            second.0 <= 2 * first.0 && second.0 <= 4 * blocks,
-            "{second:?} after {first:?}, {blocks} blocks"
-        );
-        assert!(
-            second.1 <= 2 * first.1 && second.1 <= 4 * blocks,
-            "{second:?} after {first:?}, {blocks} blocks"
-        );
-        assert!((0..blocks).filter(|number| world.has("a", *number)).count() as u64 >= blocks / 2);
-        sums(&world);
-    });
-}
-
-#[test]
-fn room_in_a_quota_is_made_in_short_sections_and_others_take_bytes_meanwhile() {
-    use crate::engine::tasks::steps::AT_ONCE;
-    let place = filled();
-    place.run(|world| async move {
-        recover(&world.shard.log).await.unwrap();
-        let ledger = world.shared.index.records().ledger();
-        let (account, other) =
-            (ledger.account(world.namespace("a").id), ledger.account(NamespaceId([9; 32])));
-        other.set_limit(Some(1 << 30));
-        let class = world.shared.index.locate(print(&world, 0)).unwrap().record.class;
-        let shard = world.shard.volume.shard as u16;
-        records(&world, shard, class, 100_000);
-        let accounts = [account.number()].into();
-        let mut evicting = std::pin::pin!(world.shard.space.evict_of(&accounts, 1));
-        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-        let mut turns = 0u64;
-        while evicting.as_mut().poll(&mut context).is_pending() {
-            turns += 1;
-            assert!(other.promise(4096).is_ok(), "another tenant waits");
-            crate::engine::tasks::notify::yield_now().await;
-        }
-        let done = world.shared.work.quotas.done();
-        assert!(done.steps >= 10_000, "{done:?}");
-        assert!(done.longest_steps <= 2 * AT_ONCE && turns >= done.steps / (2 * AT_ONCE), "{done:?} {turns}");
-    });
-}
-
-/// Another account's blocks lie between.
-#[test]
-fn a_quota_takes_blocks_of_its_accounts_alone_in_log_order() {
-    let (place, rounds) = (Place::new(), 40);
-    place.run(move |world| async move {
-        recover(&world.shard.log).await.unwrap();
-        for round in 0..rounds {
-            world.durable("a", round * 5, 5).await;
-            world.durable("b", round * 5, 5).await;
-        }
-        world.shard.log.finish().await;
-    });
-    place.run(move |world| async move {
-        recover(&world.shard.log).await.unwrap();
-        assert!(world.shard.volume.segments.borrow().len() > 2);
-        let number = world.shared.index.records().ledger().account(world.namespace("a").id).number();
-        let mut left: Vec<u64> = (0..rounds * 5).collect();
-        while world.shard.space.evict_of(&[number].into(), 1).await > 0 {
-            let before = left.len();
-            left.retain(|block| world.has("a", *block));
-            assert!(left.len() < before, "what went is here");
-            let first = left.first().copied().unwrap_or(0) / 5 * 5;
-            let older = left.iter().filter(|block| **block < first + 5).count();
-            assert!(left.len() - older >= (left.len() / 5).saturating_sub(1) * 5, "not the oldest: {left:?}");
-        }
-        assert!(left.is_empty(), "{left:?}");
-        assert!((0..rounds * 5).all(|block| world.has("b", block)));
+        let chosen: Vec<_> = (0..5).map(|record| to_go(&world, record * 5)).collect();
+        let [leased, moved, free, hung, other] = chosen[..] else { panic!("five records") };
+        let terms = LeaseTerms { until: None, tenant: 1, cap_bytes: 1 << 30 };
+        let (now, mut found) = (world.shared.clock.now(), Vec::new());
+        world.shared.index.match_and_lease(&[print(&world, 2)], terms, now, |_| 1, &mut found).unwrap();
+        assert!(world.shared.index.hang(print(&world, 18).first()));
+        let before = world.shard.space.evict_records(&[other], &|| true).await;
+        assert_eq!((before.blocks, world.has("a", 24)), (0, true), "no task waits for it");
+        // That record number is another one by now.
+        let moved = (moved.0, (moved.1.0, moved.1.1 + 1));
+        let gone = world.shard.space.evict_records(&[leased, moved, free, hung], &|| false).await;
+        let here: Vec<u64> = (0..25).filter(|block| world.has("a", *block)).collect();
+        assert_eq!(here, [0, 1, 2, 5, 6, 7, 8, 9, 15, 16, 17, 18, 20, 21, 22, 23, 24]);
+        assert_eq!((gone.blocks, gone.records), (8, vec![free.0]));
         sums(&world);
     });
 }

@@ -36,6 +36,7 @@ use super::{PutJob, check, record_blocks, reserve, with_deadline};
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota::Share;
 use crate::engine::space::Space;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::engine::write::image::Image as RecordImage;
@@ -190,7 +191,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
         log.layered.borrow_mut().retain(|gate| !gate.is(&left));
         log.volume.changed.wake_all();
     };
-    let Some(part) = pay(&log.space, part, deadline.as_mut()).await else {
+    let Some(part) = pay(&log.volume, part, deadline.as_mut()).await else {
         return ended();
     };
     let Some((mut part, segment, places)) = find(log, part, deadline.as_mut()).await else {
@@ -236,12 +237,13 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
 
 /// Takes what the records will take of their namespace's quota; `None` if it cannot be had, or not in time: that has been
 /// answered.
-async fn pay(space: &Space, mut part: LayersPart, deadline: Option<&mut LocalTask>) -> Option<LayersPart> {
+async fn pay(volume: &Volume, mut part: LayersPart, deadline: Option<&mut LocalTask>) -> Option<LayersPart> {
     let shares = std::mem::take(&mut part.shares);
+    let timer = |at| volume.driver.sleep_until(at);
     let paying = pin!(async {
         let mut promises = Vec::with_capacity(shares.len());
         for share in shares {
-            promises.push(share.paid(space).await?);
+            promises.push(share.paid(&volume.shared, &timer).await?);
         }
         Ok(promises)
     });
