@@ -2,6 +2,7 @@
 //! whole or not at all like any other.
 
 use kvarts_contract::api::{BlockOutcome, Durability, KvStore};
+use kvarts_contract::error::Reason;
 use kvarts_store::engine::{Limits, Options};
 use kvarts_store::ledger::Phase;
 use kvarts_tests::conformance::{Desk, pages};
@@ -102,6 +103,32 @@ fn a_put_that_meets_its_quota_costs_its_caller_no_look_at_what_is_there() {
     assert!(steps() > before);
     let now = stage.engine().stats().space.namespaces;
     assert!(now.iter().all(|one| one.live <= live), "{now:?}");
+}
+
+/// A limit that becomes less than a put that waits for room lets nothing go for that put.
+#[test]
+fn a_put_that_fits_no_more_lets_nothing_go() {
+    let (world, stage) = open(6);
+    let desk = Desk::new(&stage, "quota");
+    let live = || {
+        let namespaces = stage.engine().stats().space.namespaces;
+        namespaces.iter().find(|one| one.namespace == desk.namespace).map_or(0, |one| one.live)
+    };
+    for run in 0..6 {
+        assert_eq!(put(&desk, run, Durability::Relaxed), vec![BlockOutcome::Stored; RUN as usize]);
+    }
+    let (runs, single) = (live(), desk.keys(1000..1001));
+    stage.advance(std::time::Duration::from_secs(2));
+    assert_eq!(desk.outcomes(desk.request(pages(), &single, 1)), [BlockOutcome::Stored]);
+    drop(stage.engine().set_quota(desk.namespace, Some(live())));
+    let answer = stage.store().put(desk.request(pages(), &desk.keys(6 * RUN..7 * RUN), 1));
+    let limit = live() - runs;
+    drop(stage.engine().set_quota(desk.namespace, Some(limit)));
+    let reply = drive(&world, answer).unwrap().unwrap().unwrap();
+    let refused = |one: &BlockOutcome| matches!(one, BlockOutcome::Refused(Reason::Quota { .. }));
+    assert!(reply.outcomes.iter().all(refused), "{:?}", reply.outcomes);
+    stage.world().settle();
+    assert_eq!(live(), limit, "the last block fits");
 }
 
 #[test]

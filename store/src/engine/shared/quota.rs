@@ -37,10 +37,10 @@ use kvarts_contract::sync::Mutex;
 
 /// Each time at least this part of the limit is freed.
 const SHARE: u64 = 16;
-/// Records that go before others are chosen to go at once.
+/// Records of one shard that go at once: their headers are read for it.
+const OF_A_SHARD: usize = 32;
+/// Records of such shards that are passed over at once.
 const AT_ONCE: usize = 1024;
-/// Those of one shard: their headers are read for it.
-pub(crate) const OF_A_SHARD: usize = 32;
 /// How long a task waits for what shards evict.
 const ANSWER_WITHIN: Duration = Duration::from_secs(1);
 /// How long nothing is chosen of a shard that did not answer in time.
@@ -186,7 +186,7 @@ impl Room<'_> {
                 && let Some(last) = self.choose((&mut oldest, wanted), &mut chosen, &mut section).await
             {
                 behind = behind.max(Some(last));
-                evicted |= self.evict(&mut chosen, &mut section).await;
+                evicted |= self.evict(&mut chosen, wanted, &mut section).await;
             }
             if !oldest.is_cut() {
                 break;
@@ -250,24 +250,29 @@ impl Room<'_> {
         }
     }
 
-    /// Has the shards evict what is chosen; says whether anything went.
-    async fn evict(&self, chosen: &mut Waves<Old>, section: &mut Section<'_>) -> bool {
-        let (mut evicted, mut left) = (false, Vec::new());
+    /// Has the shards evict of what is chosen so many bytes, if they can; says whether anything went.
+    async fn evict(&self, chosen: &mut Waves<Old>, mut wanted: u64, section: &mut Section<'_>) -> bool {
+        let mut evicted = false;
         loop {
-            left.extend(chosen.take(AT_ONCE - left.len()));
-            if left.is_empty() {
-                return evicted;
-            }
-            let mut by_shard = BTreeMap::<u32, Vec<ToGo>>::new();
-            let before = std::mem::take(&mut left);
-            for (id, one) in before {
+            let (mut by_shard, mut bytes, mut later) = (BTreeMap::<u32, Vec<ToGo>>::new(), 0, Vec::new());
+            while bytes < wanted
+                && later.len() < AT_ONCE
+                && let Some((id, one)) = chosen.take()
+            {
                 let (shard, segment, page) = one.lies;
                 let of_shard = by_shard.entry(shard.into()).or_default();
                 match of_shard.len() < OF_A_SHARD {
-                    true => of_shard.push((id, (segment, page))),
-                    false => left.push((id, one)),
+                    true => {
+                        of_shard.push((id, (segment, page)));
+                        bytes = bytes.saturating_add(one.share);
+                    }
+                    false => later.push(id),
                 }
                 section.step(1).await;
+            }
+            later.into_iter().for_each(|id| chosen.is_first(id));
+            if by_shard.is_empty() {
+                return evicted;
             }
             let now = self.shared.clock.now();
             let (others, by) = (self.shared.others(), now.plus(ANSWER_WITHIN));
@@ -284,7 +289,9 @@ impl Room<'_> {
                     Some(gone) => {
                         let gone = gone.unwrap_or_default();
                         evicted |= gone.blocks > 0;
-                        gone.records.into_iter().for_each(|id| chosen.gone(id));
+                        for id in gone.records {
+                            wanted = wanted.saturating_sub(chosen.gone(id).map_or(0, |one| one.share));
+                        }
                     }
                     None => self.shared.silent.note(shard, self.shared.clock.now().plus(ASKED_AGAIN_AFTER)),
                 }

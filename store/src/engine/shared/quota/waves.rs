@@ -1,6 +1,6 @@
 //! The order in which chosen records go: each after all others that hang on it, however many shards they lie in.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::index::RecordId;
 
@@ -14,18 +14,19 @@ struct Chosen<T> {
     behind: u32,
 }
 
-/// Chosen records, of which those are given out next on which no chosen one hangs.
+/// Chosen records, of which those are given out next on which no chosen one hangs, the least first.
 #[derive(Debug)]
 pub(super) struct Waves<T> {
     waiting: BTreeMap<RecordId, Chosen<T>>,
     /// Records that are not chosen, and how many chosen ones hang on each.
     behind: BTreeMap<RecordId, u32>,
-    next: Vec<RecordId>,
+    /// Those on which no chosen one hangs.
+    next: BTreeSet<(T, RecordId)>,
 }
 
-impl<T: Copy> Waves<T> {
+impl<T: Copy + Ord> Waves<T> {
     pub(super) fn new() -> Self {
-        Self { waiting: BTreeMap::new(), behind: BTreeMap::new(), next: Vec::new() }
+        Self { waiting: BTreeMap::new(), behind: BTreeMap::new(), next: BTreeSet::new() }
     }
 
     pub(super) fn add(&mut self, id: RecordId, one: T) {
@@ -45,33 +46,34 @@ impl<T: Copy> Waves<T> {
 
     /// Nothing chosen hangs on this one: it goes in the next wave. Asked of each once, when all is known of what hangs on what.
     pub(super) fn is_first(&mut self, id: RecordId) {
-        if self.waiting.get(&id).is_some_and(|record| record.behind == 0) {
-            self.next.push(id);
+        if let Some(record) = self.waiting.get(&id).filter(|record| record.behind == 0) {
+            self.next.insert((record.one, id));
         }
     }
 
-    /// Up to `most` records of the next wave.
-    pub(super) fn take(&mut self, most: usize) -> Vec<(RecordId, T)> {
-        let from = self.next.len().saturating_sub(most);
-        let next = self.next.drain(from..).collect::<Vec<_>>();
-        next.into_iter().filter_map(|id| Some((id, self.waiting.get(&id)?.one))).collect()
+    /// The next record, if there is one.
+    pub(super) fn take(&mut self) -> Option<(RecordId, T)> {
+        self.next.pop_first().map(|(one, id)| (id, one))
     }
 
-    /// A record has gone: what it hung on may go.
-    pub(super) fn gone(&mut self, id: RecordId) {
-        let Some(parent) = self.waiting.remove(&id).and_then(|record| record.parent) else { return };
+    /// A record has gone: what it hung on may go. Gives what it was.
+    pub(super) fn gone(&mut self, id: RecordId) -> Option<T> {
+        let gone = self.waiting.remove(&id)?;
+        let Some(parent) = gone.parent else { return Some(gone.one) };
         if let Some(before) = self.waiting.get_mut(&parent) {
             before.behind -= 1;
             if before.behind == 0 {
-                self.next.push(parent);
+                self.next.insert((before.one, parent));
             }
         } else if let Some(behind) = self.behind.get_mut(&parent) {
             *behind -= 1;
         }
+        Some(gone.one)
     }
 
     /// Forgets one of what stays; false if there is nothing left.
     pub(super) fn forget_one(&mut self) -> bool {
+        self.next.pop_first();
         self.waiting.pop_first().is_some() | self.behind.pop_first().is_some()
     }
 }
@@ -80,7 +82,6 @@ impl<T: Copy> Waves<T> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::collections::BTreeSet;
 
     proptest! {
         /// Chains with branches; some records stay.
@@ -88,7 +89,6 @@ mod tests {
         fn each_goes_after_all_that_hang_on_it_and_stays_with_one_that_stays(
             parents in prop::collection::vec(any::<prop::sample::Index>(), 1..200),
             staying in prop::collection::vec(any::<prop::sample::Index>(), 0..5),
-            most in 1..20usize,
             batch in 1..100u32,
             order in any::<u64>(),
         ) {
@@ -107,19 +107,13 @@ mod tests {
                     }
                 }
                 some.iter().for_each(|id| waves.is_first(RecordId(*id)));
-                loop {
-                    let some = waves.take(most);
-                    if some.is_empty() {
-                        break;
-                    }
-                    for (id, one) in some {
-                        prop_assert_eq!(id.0, one);
-                        let mut hang = (0..count).filter(|child| parent(*child) == Some(one));
-                        // The store itself lets none go before what hangs on it.
-                        if hang.all(|child| gone.contains(&child)) && !staying.contains(&one) {
-                            gone.insert(one);
-                            waves.gone(id);
-                        }
+                while let Some((id, one)) = waves.take() {
+                    prop_assert_eq!(id.0, one);
+                    let mut hang = (0..count).filter(|child| parent(*child) == Some(one));
+                    // The store itself lets none go before what hangs on it.
+                    if hang.all(|child| gone.contains(&child)) && !staying.contains(&one) {
+                        gone.insert(one);
+                        waves.gone(id);
                     }
                 }
             }
