@@ -481,6 +481,35 @@ fn a_lower_quota_takes_a_chain_over_all_shards_from_its_end() {
     stage.audit_all();
 }
 
+/// The ends of the newer chains were put after all of the older ones, and are smaller than what is wanted, all together.
+#[test]
+fn a_quota_takes_the_chain_that_was_unused_for_longest_before_the_end_of_another() {
+    let disk = DiskConfig { dirs: 4, ..DiskConfig::default() };
+    let world = SimWorld::new(29, &WorldConfig { disk, ..WorldConfig::default() });
+    let stage =
+        SimStage::open(&world, &Options { executors: 2, directories: 4, ..options(16 << 20) }).unwrap();
+    let desk = Desk::new(&stage, "chains");
+    for chain in 0..8 {
+        let keys = desk.keys(chain * 100..chain * 100 + 8);
+        for n in 0..keys.len() {
+            let parent = n.checked_sub(1).map_or(Parent::Root, |before| Parent::Key(keys[before]));
+            let request = PutRequest { parent, ..desk.request(pages(), &keys[n..n + 1], 1) };
+            assert_eq!(desk.outcomes(request), [BlockOutcome::Stored]);
+        }
+        stage.advance(Duration::from_secs(10));
+    }
+    let all = live(&stage, desk.namespace);
+    let left = |chain: u64| here(&desk, chain * 100..chain * 100 + 8).len();
+    for eighths in [7, 6, 5] {
+        let limit = all / 8 * eighths;
+        drive(&world, stage.engine().set_quota(desk.namespace, Some(limit))).unwrap().unwrap();
+        let chains: Vec<usize> = (0..8).map(left).collect();
+        let gone = 8 - eighths as usize;
+        assert!(chains[..gone].iter().all(|left| *left == 0), "{chains:?}");
+        assert!(chains[gone..].iter().all(|left| *left == 8), "{chains:?}");
+    }
+}
+
 #[test]
 fn a_lower_quota_costs_a_look_at_its_own_records_and_a_read_of_each_header() {
     let looks = |strangers: u64| {

@@ -9,7 +9,11 @@ use kvarts_contract::sync::Mutex;
 
 /// The turn. A task that gives up waiting leaves no trace.
 #[derive(Debug, Default)]
-pub(crate) struct MakingRoom(Mutex<Queue>);
+pub(crate) struct MakingRoom {
+    queue: Mutex<Queue>,
+    /// Those of tasks that wait for bytes. One that gives up leaves its waker until bytes are freed.
+    waiting: Mutex<Vec<Waker>>,
+}
 
 #[derive(Debug, Default)]
 struct Queue {
@@ -30,14 +34,14 @@ impl MakingRoom {
         let number = queue.next;
         queue.next += 1;
         queue.places.insert(number, None);
-        Place { queue: &self.0, number }
+        Place { queue: &self.queue, number }
     }
 
     /// Completes when it is this task's turn, which ends when the answer is dropped.
     pub(crate) async fn take(&self) -> Place<'_> {
-        let place = self.place(&mut lock(&self.0));
+        let place = self.place(&mut lock(&self.queue));
         poll_fn(|context| {
-            let mut queue = lock(&self.0);
+            let mut queue = lock(&self.queue);
             if queue.places.first_key_value().is_some_and(|(first, _)| *first == place.number) {
                 return Poll::Ready(());
             }
@@ -46,6 +50,22 @@ impl MakingRoom {
         })
         .await;
         place
+    }
+}
+
+impl MakingRoom {
+    /// A task waits for bytes: it looks again when some have been freed.
+    pub(crate) fn wait(&self, waker: &Waker) {
+        let mut waiting = lock(&self.waiting);
+        if !waiting.iter().any(|one| one.will_wake(waker)) {
+            waiting.push(waker.clone());
+        }
+    }
+
+    /// Bytes have been freed.
+    pub(crate) fn freed(&self) {
+        let waiting = std::mem::take(&mut *lock(&self.waiting));
+        waiting.into_iter().for_each(Waker::wake);
     }
 }
 

@@ -185,7 +185,9 @@ impl Executor {
                 Message::GiveSpare { shard, bytes, reply } => self.give_spare(shard, bytes, reply),
                 Message::MakeRoom { shard, reply } => self.make_room(shard, reply),
                 Message::EvictRecords { shard, records, reply } => self.evict_records(shard, records, reply),
-                Message::KeepQuota { shared, scope, reply } => self.keep_quota(shared, scope, reply),
+                Message::MakeQuotaRoom { shared, scope, bytes, reply } => {
+                    self.make_quota_room(shared, (scope, bytes), reply);
+                }
                 Message::FreeSpace { shared, reply } => self.free_space(shared, reply),
                 Message::Inspect(reply) => self.inspect(reply),
                 Message::Drives(reply) => drop(reply.send(self.driver.loads())),
@@ -560,24 +562,27 @@ impl Executor {
         });
     }
 
-    /// A put waits for it.
-    fn evict_records(&self, shard: u32, records: Vec<ToGo>, reply: Reply<Gone>) {
+    fn evict_records(&self, shard: u32, (records, class): (Vec<ToGo>, Class), reply: Reply<Gone>) {
         let Some(shard) = self.own(shard) else { return };
         let busy = Busy::new(&self.busy);
         let evicting = async move {
-            let gone = shard.space.evict_records(&records, &|| reply.is_cancelled()).await;
+            let gone = shard.space.evict_records(&records, class, &|| reply.is_cancelled()).await;
             let _ = reply.send(gone);
             drop(busy);
         };
-        self.rt.spawn(Class::Put, Box::pin(evicting));
+        self.rt.spawn(class, Box::pin(evicting));
     }
 
-    fn keep_quota(&self, shared: Arc<Shared>, scope: QuotaScope, reply: Reply<()>) {
-        let driver = Rc::clone(&self.driver);
-        self.background(async move {
-            quota::keep(&shared, &scope, &|at| driver.sleep_until(at)).await;
-            let _ = reply.send(());
-        });
+    fn make_quota_room(&self, shared: Arc<Shared>, room: (QuotaScope, u64), reply: Reply<bool>) {
+        let (driver, busy) = (Rc::clone(&self.driver), Busy::new(&self.busy));
+        let class = if room.1 > 0 { Class::Put } else { Class::Background };
+        let making = async move {
+            let timer = |at| driver.sleep_until(at);
+            let made = quota::make_room(&shared, room, &timer, &|| reply.is_cancelled()).await;
+            let _ = reply.send(made);
+            drop(busy);
+        };
+        self.rt.spawn(class, Box::pin(making));
     }
 
     fn page(&self, cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>>) {

@@ -29,6 +29,7 @@ use crate::index::RecordId;
 use crate::io::IoFacts;
 use crate::rt::mailbox::{SendError, Sender};
 use kvarts_contract::api::{DeleteRequest, Leaving, SegmentBlocks, SnapshotCursor, SnapshotPage};
+use kvarts_contract::class::Class;
 use kvarts_contract::error::{Error, Reason};
 use kvarts_contract::ticket::{Reply, Ticket, ticket};
 use kvarts_contract::{buffers::Region, io_error::DirId};
@@ -95,9 +96,9 @@ pub(crate) enum Message {
     /// Evict for another shard, in which nothing may go.
     MakeRoom { shard: u32, reply: Reply<bool> },
     /// Evict the blocks of these records of a shard, for a quota.
-    EvictRecords { shard: u32, records: Vec<ToGo>, reply: Reply<Gone> },
-    /// Have all shards evict for a limit that was lowered.
-    KeepQuota { shared: Arc<Shared>, scope: QuotaScope, reply: Reply<()> },
+    EvictRecords { shard: u32, records: (Vec<ToGo>, Class), reply: Reply<Gone> },
+    /// Have shards evict for a quota, until so many bytes more fit.
+    MakeQuotaRoom { shared: Arc<Shared>, scope: QuotaScope, bytes: u64, reply: Reply<bool> },
     /// Say how many bytes the file systems of the directories have free.
     FreeSpace { shared: Arc<Shared>, reply: Reply<Result<u64, Reason>> },
     /// Empty segments of every shard that are mostly dead.
@@ -290,7 +291,16 @@ impl OtherShards for Router {
         self.offer(shard, Message::MakeRoom { shard, reply }).is_none().then_some(answer)
     }
 
-    fn evict_records(&self, shard: u32, records: Vec<ToGo>) -> Option<Ticket<Gone>> {
+    fn make_quota_room(&self, shared: &Arc<Shared>, scope: QuotaScope, bytes: u64) -> Option<Ticket<bool>> {
+        let (reply, answer) = ticket();
+        let executor = self.executors.get(scope.number() as usize % self.executors.len().max(1))?;
+        let shared = Arc::clone(shared);
+        // Of each put that has a part in a mailbox there is one at most.
+        executor.send_over(Message::MakeQuotaRoom { shared, scope, bytes, reply }).ok()?;
+        Some(answer)
+    }
+
+    fn evict_records(&self, shard: u32, records: (Vec<ToGo>, Class)) -> Option<Ticket<Gone>> {
         let (reply, answer) = ticket();
         // Of each account that makes room there is one at most.
         self.to(shard)?.send_over(Message::EvictRecords { shard, records, reply }).ok()?;

@@ -20,9 +20,6 @@ use crate::index::{BlockFingerprint, Location, OwnerCursor, RecordInfo};
 use kvarts_contract::class::Class;
 use kvarts_contract::error::Reason;
 
-/// Headers that are read at once.
-const HEADERS_AT_ONCE: usize = 32;
-
 /// A live block of a record, by its whole name.
 pub(crate) struct Named {
     pub(crate) key: BlockKey,
@@ -70,53 +67,27 @@ impl Reads {
         }
         drop(section);
         let mut entries = Vec::new();
-        for some in here.chunks(HEADERS_AT_ONCE) {
+        for known in here {
             // The blocks of others cannot be read either.
-            let listed = self.by_headers(some, Class::Background).await;
-            entries.extend(listed.into_iter().flatten().map(|(_, entry)| entry));
+            entries.extend(self.by_header(&known, Class::Background).await.map(|(_, entry)| entry));
         }
         Ok(entries)
     }
 
-    /// Records of the shard, by their headers, which are read at once; none for one that cannot be read.
-    pub(crate) async fn by_headers(
-        &self,
-        records: &[RecordInfo],
-        class: Class,
-    ) -> Vec<Option<(Rc<Segment>, Entry)>> {
-        let mut reading = Vec::with_capacity(records.len());
-        for record in records {
-            let segment = self.volume.segments.borrow().get(&record.segment).map(Rc::clone);
-            let bytes = usize::from(record.header_pages) * PAGE_BYTES as usize;
-            reading.push(match (segment, self.volume.stage(bytes).await) {
-                (Some(segment), Ok(buf)) => {
-                    let (hold, offset) = (Hold::new(&segment), u64::from(record.page) * PAGE_BYTES);
-                    let read = self.volume.driver.read_into(class, segment.file, offset, buf);
-                    Some((segment, hold, read))
-                }
-                _ => None,
-            });
-        }
-        let mut listed = Vec::with_capacity(records.len());
-        for (record, reading) in records.iter().zip(reading) {
-            let Some((segment, hold, read)) = reading else {
-                listed.push(None);
-                continue;
-            };
-            let read = read.await;
-            drop(hold);
-            let image = read.map(|buf| buf.to_vec()).unwrap_or_default();
-            let offset = u64::from(record.page) * PAGE_BYTES;
-            let position = self.volume.position(&segment, offset);
-            let opened = record::open(&image, &position, &self.volume.shared.secret);
-            let body = opened.ok().and_then(|opened| opened.body().ok());
-            let payload_bytes = u64::from(record.payload_pages) * PAGE_BYTES;
-            listed.push(body.map(|body| {
-                let entry = entry(offset, 0, image.len(), payload_bytes, &body);
-                (segment, entry)
-            }));
-        }
-        listed
+    /// A record of the shard by its header; none if that cannot be read.
+    pub(crate) async fn by_header(&self, record: &RecordInfo, class: Class) -> Option<(Rc<Segment>, Entry)> {
+        let segment = self.volume.segments.borrow().get(&record.segment).map(Rc::clone)?;
+        let _reading = Hold::new(&segment);
+        let (offset, bytes) =
+            (u64::from(record.page) * PAGE_BYTES, usize::from(record.header_pages) * PAGE_BYTES as usize);
+        let buf = self.volume.stage(bytes).await.ok()?;
+        let buf = self.volume.driver.read_into(class, segment.file, offset, buf).await.ok()?;
+        let image = buf.to_vec();
+        let position = self.volume.position(&segment, offset);
+        let body = record::open(&image, &position, &self.volume.shared.secret).ok()?.body().ok()?;
+        let payload_bytes = u64::from(record.payload_pages) * PAGE_BYTES;
+        let entry = entry(offset, 0, image.len(), payload_bytes, &body);
+        Some((segment, entry))
     }
 
     /// The blocks of a listed record that are live there now, and what they have in common.

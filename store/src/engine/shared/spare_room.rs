@@ -13,9 +13,10 @@ use std::time::Duration;
 use kvarts_layout::planted;
 
 use super::Shared;
-use super::quota::{Gone, ToGo};
+use super::quota::{Gone, QuotaScope, ToGo};
 use crate::engine::tasks::notify::with_deadline;
 use crate::rt::LocalTask;
+use kvarts_contract::class::Class;
 use kvarts_contract::clock::Nanos;
 use kvarts_contract::sync::OnceLock;
 use kvarts_contract::sync::atomic::{AtomicU64, Ordering};
@@ -34,8 +35,11 @@ pub(crate) trait OtherShards: Send + Sync {
     fn give_spare(&self, shard: u32, bytes: u64) -> Option<Ticket<bool>>;
     /// Has a shard evict for another one. The answer says whether that made room; none if it cannot be asked.
     fn make_room(&self, shard: u32) -> Option<Ticket<bool>>;
-    /// Has a shard evict the blocks of these records, for a quota. The answer says what went; none if it cannot be asked.
-    fn evict_records(&self, shard: u32, records: Vec<ToGo>) -> Option<Ticket<Gone>>;
+    /// Has an executor make room within a quota for so many bytes. The answer says whether there is or may be some; none if it cannot be
+    /// asked.
+    fn make_quota_room(&self, shared: &Arc<Shared>, scope: QuotaScope, bytes: u64) -> Option<Ticket<bool>>;
+    /// Has a shard evict the blocks of these records, for a quota, as work of a class. The answer says what went; none if it cannot be asked.
+    fn evict_records(&self, shard: u32, records: (Vec<ToGo>, Class)) -> Option<Ticket<Gone>>;
     /// Tells all executors that a directory was lost.
     fn tell_lost(&self, shared: &Arc<Shared>);
 }

@@ -571,9 +571,8 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, mut deadline: Option<Local
             }
         }
         PutWork::Write { run, digests, share } => {
-            let timer = |at| log.volume.driver.sleep_until(at);
             let paid = match job.stopped().filter(|_| share.is_owed()) {
-                None => with_deadline(pin!(share.paid(&log.volume.shared, &timer)), deadline.as_mut()).await,
+                None => with_deadline(pin!(share.paid(&log.volume.shared)), deadline.as_mut()).await,
                 stopped => stopped.map(Err),
             };
             let promise = match paid.unwrap_or(Err(Reason::DeadlinePassed)) {

@@ -167,30 +167,26 @@ impl Store {
     /// limits are not kept on disk, what counts against them is.
     ///
     /// The limit holds for puts from now on. What exceeds it is evicted by the executors, also if the answer is dropped; the
-    /// answer comes when that is done, as far as leases allow it and devices answer.
-    pub fn set_quota(&self, namespace: NamespaceId, bytes: Option<u64>) -> Ticket<()> {
+    /// answer comes when that is done, as far as leases allow it and devices answer: false if nothing went that should.
+    pub fn set_quota(&self, namespace: NamespaceId, bytes: Option<u64>) -> Ticket<bool> {
         let account = self.0.shared.index.records().ledger().account(namespace);
         account.set_limit(bytes);
         self.keep_quota(QuotaScope::Namespace(account))
     }
 
-    fn keep_quota(&self, scope: QuotaScope) -> Ticket<()> {
-        let (reply, answer) = ticket();
-        let first = self.0.router.executors.first().filter(|_| scope.excess(0) > 0);
-        match first {
-            // One that has ended drops the reply: nothing is put any more.
-            Some(first) => {
-                let shared = Arc::clone(&self.0.shared);
-                let _ = first.send_over(Message::KeepQuota { shared, scope, reply });
-            }
-            None => drop(reply.send(())),
-        }
-        answer
+    fn keep_quota(&self, scope: QuotaScope) -> Ticket<bool> {
+        let others = self.0.shared.others().filter(|_| scope.excess(0) > 0);
+        let made = others.and_then(|others| others.make_quota_room(&self.0.shared, scope, 0));
+        made.unwrap_or_else(|| {
+            let (reply, answer) = ticket();
+            let _ = reply.send(true);
+            answer
+        })
     }
 
     /// Limits what the namespaces of a tenant may have on disk together, as [`Store::set_quota`] limits one: those
     /// whose identity has this salt, registered or recovered, now or later. Both limits hold where both are set.
-    pub fn set_tenant_quota(&self, salt: &TenantSalt, bytes: Option<u64>) -> Ticket<()> {
+    pub fn set_tenant_quota(&self, salt: &TenantSalt, bytes: Option<u64>) -> Ticket<bool> {
         let shared = &self.0.shared;
         let ledger = shared.index.records().ledger();
         // Made before the look at what there is: what is registered meanwhile joins by itself.

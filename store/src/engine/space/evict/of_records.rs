@@ -18,20 +18,22 @@ const BLOCKS_AT_ONCE: usize = 64;
 impl Space {
     /// Evicts the blocks of these records, each from its end, up to one that a lease holds or on which something hangs. Nothing more
     /// goes once no task waits for it.
-    pub(crate) async fn evict_records(&self, records: &[ToGo], is_over: &dyn Fn() -> bool) -> Gone {
+    pub(crate) async fn evict_records(
+        &self,
+        records: &[ToGo],
+        class: Class,
+        is_over: &dyn Fn() -> bool,
+    ) -> Gone {
         let shared = &self.volume.shared;
-        let infos = shared.index.records();
-        let chosen = records.iter().filter_map(|(id, lies)| {
-            let info = infos.get(*id).filter(|info| quota::is_same(info, *lies))?;
-            Some((*id, info))
-        });
-        let chosen: Vec<_> = chosen.collect();
-        let wanted: Vec<_> = chosen.iter().map(|(_, info)| *info).collect();
-        let listed = self.reads.by_headers(&wanted, Class::Put).await;
+        let same =
+            |(id, lies): &ToGo| shared.index.records().get(*id).filter(|info| quota::is_same(info, *lies));
         let mut section = Section::begin(&shared.work.quotas, &*shared.clock);
         let (mut columns, mut gone) = (BTreeMap::new(), Gone::default());
-        for ((id, _), listed) in chosen.into_iter().zip(listed) {
-            let Some((segment, entry)) = &listed else { continue };
+        for record in records {
+            let (id, Some(info)) = (record.0, same(record)) else { continue };
+            section.pause();
+            let listed = self.reads.by_header(&info, class).await;
+            let Some((segment, entry)) = listed.as_ref().filter(|_| same(record).is_some()) else { continue };
             let Content::Blocks(blocks) = &entry.content else { continue };
             let named = self.reads.live(segment, entry).map_or_else(Vec::new, |(_, named)| named);
             // The columns of a namespace are looked for among all.

@@ -7,6 +7,7 @@ use crate::engine::recover::recover;
 use crate::engine::recover::tests::harness::{Contents, Place, SEGMENT_BYTES, World, key};
 use crate::engine::shared::policy::EvictionPolicy;
 use crate::index::{BlockFingerprint, LeaseTerms, Location, Lookup, RecordInfo};
+use kvarts_contract::class::Class;
 
 /// One layer with parts of these sizes in bytes.
 pub(super) fn shape_of(parts: &[u64]) -> BlockShape {
@@ -502,11 +503,11 @@ fn records_that_a_quota_chose_leave_from_their_ends_up_to_what_may_not_go() {
         let (now, mut found) = (world.shared.clock.now(), Vec::new());
         world.shared.index.match_and_lease(&[print(&world, 2)], terms, now, |_| 1, &mut found).unwrap();
         assert!(world.shared.index.hang(print(&world, 18).first()));
-        let before = world.shard.space.evict_records(&[other], &|| true).await;
+        let before = world.shard.space.evict_records(&[other], Class::Put, &|| true).await;
         assert_eq!((before.blocks, world.has("a", 24)), (0, true), "no task waits for it");
         // That record number is another one by now.
         let moved = (moved.0, (moved.1.0, moved.1.1 + 1));
-        let gone = world.shard.space.evict_records(&[leased, moved, free, hung], &|| false).await;
+        let gone = world.shard.space.evict_records(&[leased, moved, free, hung], Class::Put, &|| false).await;
         let here: Vec<u64> = (0..25).filter(|block| world.has("a", *block)).collect();
         assert_eq!(here, [0, 1, 2, 5, 6, 7, 8, 9, 15, 16, 17, 18, 20, 21, 22, 23, 24]);
         assert_eq!((gone.blocks, gone.records), (8, vec![free.0]));

@@ -239,11 +239,10 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
 /// answered.
 async fn pay(volume: &Volume, mut part: LayersPart, deadline: Option<&mut LocalTask>) -> Option<LayersPart> {
     let shares = std::mem::take(&mut part.shares);
-    let timer = |at| volume.driver.sleep_until(at);
     let paying = pin!(async {
         let mut promises = Vec::with_capacity(shares.len());
         for share in shares {
-            promises.push(share.paid(&volume.shared, &timer).await?);
+            promises.push(share.paid(&volume.shared).await?);
         }
         Ok(promises)
     });
