@@ -576,9 +576,11 @@ impl Executor {
     fn make_quota_room(&self, shared: Arc<Shared>, room: (QuotaScope, u64), reply: Reply<bool>) {
         let (driver, busy) = (Rc::clone(&self.driver), Busy::new(&self.busy));
         let class = if room.1 > 0 { Class::Put } else { Class::Background };
+        let stopping = Rc::clone(&self.stopping);
         let making = async move {
             let timer = |at| driver.sleep_until(at);
-            let made = quota::make_room(&shared, room, &timer, &|| reply.is_cancelled()).await;
+            let ends: (&dyn Fn() -> bool, &dyn Fn() -> bool) = (&|| reply.is_cancelled(), &|| stopping.get());
+            let made = quota::make_room(&shared, room, &timer, ends).await;
             let _ = reply.send(made);
             drop(busy);
         };

@@ -193,17 +193,17 @@ impl QuotaScope {
 }
 
 /// Has the shards of a store evict until `bytes` more fit into the scope, and into the pool of an account, if that can be had. False
-/// if they do not fit and nothing went. `timer` is a timer of the executor on which it runs; of a put that `is_left` nothing is owed
-/// any more.
+/// if they do not fit and nothing went. `timer` is a timer of the executor on which it runs; a put that `is_left` waits for nothing any
+/// more, and nothing is begun once that executor `is_ending`.
 pub(crate) async fn make_room(
     shared: &Shared,
     (scope, bytes): (QuotaScope, u64),
     timer: &dyn Fn(Nanos) -> LocalTask,
-    is_left: &dyn Fn() -> bool,
+    (is_left, is_ending): (&dyn Fn() -> bool, &dyn Fn() -> bool),
 ) -> bool {
     // For a lower limit alone no one waits.
     let class = if bytes > 0 { Class::Foreground } else { Class::Background };
-    let room = Room { shared, timer, class, is_left };
+    let room = Room { shared, timer, class, is_left, is_ending };
     let pool = match &scope {
         QuotaScope::Namespace(account) => account.pool().cloned().map(QuotaScope::Tenant),
         QuotaScope::Tenant(_) => None,
@@ -230,6 +230,7 @@ struct Room<'a> {
     /// In which headers are read for it.
     class: Class,
     is_left: &'a dyn Fn() -> bool,
+    is_ending: &'a dyn Fn() -> bool,
 }
 
 /// A record that may go, in the order in which they do.
@@ -251,12 +252,13 @@ impl Room<'_> {
         let mut section = Section::begin(&self.shared.work.quotas, &*self.shared.clock);
         let (mut behind, mut evicted) = (None, false);
         // One look, unless more of the oldest may not go than are kept for that.
-        while let Some(wanted) = scope.wanted(bytes) {
+        while let Some(wanted) = scope.wanted(bytes).filter(|_| !(self.is_ending)()) {
             let mut hanging = self.hanging(&accounts, &mut section).await;
+            let silent = self.shared.silent.shards(self.shared.clock.now());
             let mut oldest = Oldest::behind(behind, wanted);
             self.walk(&accounts, &mut section, |id, info, used| {
                 let lies = (info.shard, info.segment, info.page);
-                if hanging.is_end(id) && !self.is_silent(info.shard.into()) {
+                if hanging.is_end(id) && !silent.contains(&info.shard.into()) {
                     oldest.offer(Old { used, lies, id, share: info.share(info.live) });
                 }
             })
@@ -268,7 +270,7 @@ impl Room<'_> {
                 section.step(1).await;
             }
             let limit = scope.limit();
-            let is_over = || scope.limit() != limit;
+            let is_over = || scope.limit() != limit || (self.is_ending)();
             let freed = || scope.freed();
             evicted |= self.evict((&mut ends, &mut hanging), (wanted, &is_over, &freed), &mut section).await;
             while ends.pop_first().is_some() || hanging.forget_some() {
@@ -279,10 +281,6 @@ impl Room<'_> {
             }
         }
         evicted || scope.excess(bytes) == 0
-    }
-
-    fn is_silent(&self, shard: u32) -> bool {
-        self.shared.silent.is_silent(shard, self.shared.clock.now())
     }
 
     /// Shows every record of these accounts that has a live block, with the second of its last use.
@@ -402,9 +400,9 @@ impl Room<'_> {
     async fn ask(&self, by_shard: BTreeMap<u32, Vec<ToGo>>, section: &mut Section<'_>) -> Gone {
         let now = self.shared.clock.now();
         let within = ANSWER_WITHIN[usize::from(self.class == Class::Background)];
-        let (others, by) = (self.shared.others(), now.plus(within));
+        let (others, by, silent) = (self.shared.others(), now.plus(within), self.shared.silent.shards(now));
         let ask = |(shard, records)| {
-            let others = others.as_ref().filter(|_| !self.is_silent(shard))?;
+            let others = others.as_ref().filter(|_| !silent.contains(&shard))?;
             Some((shard, others.evict_records(shard, (records, self.class))?))
         };
         let asked: Vec<_> = by_shard.into_iter().filter_map(ask).collect();
@@ -444,9 +442,10 @@ pub(crate) fn is_same(info: &RecordInfo, lies: (u32, u32)) -> bool {
 pub(crate) struct SilentShards(Mutex<BTreeMap<u32, Nanos>>);
 
 impl SilentShards {
-    fn is_silent(&self, shard: u32, now: Nanos) -> bool {
+    /// Those that are not asked at this time.
+    fn shards(&self, now: Nanos) -> BTreeSet<u32> {
         let silent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        silent.get(&shard).is_some_and(|until| now < *until)
+        silent.iter().filter(|(_, until)| now < **until).map(|(shard, _)| *shard).collect()
     }
 
     fn note(&self, shard: u32, until: Nanos) {
