@@ -97,7 +97,7 @@ pub(crate) enum Message {
     MakeRoom { shard: u32, reply: Reply<bool> },
     /// Evict the blocks of these records of a shard, for a quota.
     EvictRecords { shard: u32, records: (Vec<ToGo>, Class), reply: Reply<Gone> },
-    /// Have shards evict for a quota, until so many bytes more fit.
+    /// Have shards evict for a quota, until these bytes fit as well.
     MakeQuotaRoom { shared: Arc<Shared>, scope: QuotaScope, bytes: u64, reply: Reply<bool> },
     /// Say how many bytes the file systems of the directories have free.
     FreeSpace { shared: Arc<Shared>, reply: Reply<Result<u64, Reason>> },

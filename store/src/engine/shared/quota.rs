@@ -1,5 +1,5 @@
-//! Keeping a namespace within its quota, and the namespaces of a tenant together within theirs: what was not used for
-//! longest goes first.
+//! Keeping a namespace within its quota, and the namespaces of a tenant together within theirs: the records that were
+//! unused for longest go first.
 //!
 //! A put that would pass a limit waits while records of its account go. Which, is chosen in memory, by walks over the account's own records, which are kept apart from others' (`oldest`), for a share of the limit, so
 //! that the next walk is that many bytes away. A record on which others hang is not chosen (`hanging`): it goes right after the last
@@ -325,7 +325,7 @@ impl Room<'_> {
         }
     }
 
-    /// Has the shards evict of these ends of chains, and of what becomes one, so many bytes, if they can; says whether anything
+    /// Has the shards evict of these ends of chains, and of what becomes one, the wanted bytes, if they can; says whether anything
     /// went.
     async fn evict(
         &self,

@@ -35,7 +35,7 @@ pub(crate) trait OtherShards: Send + Sync {
     fn give_spare(&self, shard: u32, bytes: u64) -> Option<Ticket<bool>>;
     /// Has a shard evict for another one. The answer says whether that made room; none if it cannot be asked.
     fn make_room(&self, shard: u32) -> Option<Ticket<bool>>;
-    /// Has an executor make room within a quota for so many bytes. The answer says whether there is or may be some; none if it cannot be
+    /// Has an executor make room for these bytes within a quota. The answer says whether there is or may be some; none if it cannot be
     /// asked.
     fn make_quota_room(&self, shared: &Arc<Shared>, scope: QuotaScope, bytes: u64) -> Option<Ticket<bool>>;
     /// Has a shard evict the blocks of these records, for a quota, as work of a class. The answer says what went; none if it cannot be asked.

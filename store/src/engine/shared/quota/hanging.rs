@@ -33,7 +33,7 @@ impl Hanging {
         *count == 0
     }
 
-    /// Whether so many hang on a record.
+    /// Whether this many hang on a record.
     pub(super) fn is_on(&self, id: RecordId, count: u8) -> bool {
         let page = self.0.get(&(id.0 / PAGE));
         page.and_then(|page| page.get((id.0 % PAGE) as usize)).copied().unwrap_or(0) == count
