@@ -565,12 +565,11 @@ impl KvStore for Store {
 
     fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
         let (reply, answer) = ticket();
-        if let Some((shard, part)) = layers::begin(&self.0.shared, request, reply) {
-            if let Some(Message::PutLayers(_, part)) =
+        if let Some((shard, part)) = layers::begin(&self.0.shared, request, reply)
+            && let Some(Message::PutLayers(_, part)) =
                 self.0.router.offer(shard, Message::PutLayers(shard, part))
-            {
-                part.refuse(Reason::Busy(FULL));
-            }
+        {
+            part.refuse(Reason::Busy(FULL));
         }
         if self.0.shared.index_room.is_short() {
             // Executors that cannot be asked now are asked with the next put.

@@ -164,7 +164,8 @@ impl Store {
     /// Limits what a namespace may have on disk: live bytes, headers and padding included. A put that would pass
     /// the limit first evicts what the namespace has not used for longest, and is refused with [`Reason::Quota`]
     /// if leases forbid that or it is too large. `None` takes the limit away. The namespace need not be registered yet;
-    /// limits are not kept on disk, what counts against them is.
+    /// limits are not kept on disk, what counts against them is: after a start also what had been evicted for a limit and was
+    /// not overwritten.
     ///
     /// The limit holds for puts from now on. What exceeds it is evicted by the executors, also if the answer is dropped; the
     /// answer comes when that is done, as far as leases allow it and devices answer: false if nothing went that should.
