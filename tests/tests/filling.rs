@@ -7,7 +7,7 @@ use kvarts_store::engine::{Limits, Options};
 use kvarts_store::ledger::Phase;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::media::errno::EIO;
-use kvarts_tests::sim::{Effect, Latency, OpKind, Rule, SimWorld, When, Which, WorldConfig};
+use kvarts_tests::sim::{Effect, OpKind, Rule, SimWorld, When, Which, WorldConfig};
 use kvarts_tests::stage::{SimStage, Stage, drive};
 
 const SEGMENT: u64 = 1 << 20;
@@ -129,22 +129,6 @@ fn a_put_that_fits_no_more_lets_nothing_go() {
     assert!(reply.outcomes.iter().all(refused), "{:?}", reply.outcomes);
     stage.world().settle();
     assert_eq!(live(), limit, "the last block fits");
-}
-
-/// A slow disk, of which all headers take longer to read than a store may take to close.
-#[test]
-fn a_store_closes_while_a_lower_quota_is_being_met() {
-    let (world, stage) = open(8);
-    let desk = Desk::new(&stage, "quota");
-    for n in 0..300 {
-        assert_eq!(desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1)), [BlockOutcome::Stored]);
-    }
-    world.disk().set_latency(Latency { read: (200_000, 200_000), ..Latency::default() });
-    drop(stage.engine().set_quota(desk.namespace, Some(64 << 10)));
-    let evicted = || stage.engine().stats().counts.blocks_evicted;
-    stage.wait(&mut || evicted() > 0);
-    assert!(evicted() < 100, "{} blocks are evicted", evicted());
-    stage.close().unwrap();
 }
 
 #[test]
