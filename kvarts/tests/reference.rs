@@ -271,6 +271,50 @@ fn every_warning_and_error_of_a_server_is_in_the_runbook() {
     assert!(missing.is_empty(), "lines of the log that docs/runbook.md does not explain: {missing:#?}");
 }
 
+/// A source with the parts of each literal joined that a backslash divides at the end of a line.
+fn joined(source: &str) -> String {
+    let mut parts = source.split("\\\n");
+    let first = parts.next().unwrap_or_default().to_owned();
+    parts.fold(first, |text, part| text + part.trim_start())
+}
+
+/// The fixed words of the texts in the first column of the tables below a heading: signs and `...` end them.
+fn quoted(page: &str, heading: &str) -> Vec<String> {
+    let section = page.split_once(&format!("## {heading}\n")).unwrap().1.split("\n## ").next().unwrap();
+    // The first row is the head of the table.
+    let rows = section.lines().filter_map(|line| line.strip_prefix("| ")).skip(1);
+    let first = rows.filter_map(|row| row.split(" | ").next());
+    let parts = first.flat_map(|text| text.split("..."));
+    let words = parts.flat_map(|part| part.split([',', ';', ':', '(', ')']));
+    words.map(str::trim).filter(|words| words.len() >= 8 && !words.contains('`')).map(str::to_owned).collect()
+}
+
+#[test]
+fn every_text_that_the_runbook_quotes_is_in_a_source() {
+    let runbook = page("docs/runbook.md");
+    let mut files = Vec::new();
+    for folder in std::fs::read_dir(root()).unwrap() {
+        let folder = folder.unwrap().path().join("src");
+        if folder.is_dir() {
+            sources(&folder, &mut files);
+        }
+    }
+    let texts: Vec<String> =
+        files.iter().map(|file| joined(&std::fs::read_to_string(file).unwrap())).collect();
+    let mut seen = 0;
+    let mut missing = BTreeSet::new();
+    for heading in ["Puts are refused for want of space", "The server does not start", "Lines of the log"] {
+        for words in quoted(&runbook, heading) {
+            seen += 1;
+            if !texts.iter().any(|text| text.contains(&words)) {
+                missing.insert(format!("{heading}: {words:?}"));
+            }
+        }
+    }
+    assert!(seen > 80, "{seen}");
+    assert!(missing.is_empty(), "docs/runbook.md quotes texts that no source has: {missing:#?}");
+}
+
 #[test]
 fn every_alert_is_explained_where_it_points_to() {
     let (operating, runbook) = (page("docs/operating.md"), page("docs/runbook.md"));
