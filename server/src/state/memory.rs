@@ -1,5 +1,5 @@
-//! Backpressure: the memory that requests share, one arena, made at the start, never grown. All bounds: docs/SERVER.md, "What
-//! bounds memory".
+//! Backpressure: the memory that requests share, one arena, made at the start, never grown. All bounds: docs/SERVER.md, "Limits
+//! of memory".
 //!
 //! Reads up to a certain size have a part of it to themselves, so that a small one does not wait behind large
 //! ones. Who finds it full waits. A piece comes back when the last user of it is done: the device, the engine, or
