@@ -36,7 +36,7 @@ _SIZES = 16
 _RECORD = 4096
 #: Seconds after which the sizes are read again, because another process may have stored objects of a new size.
 _FRESH = 5.0
-#: Tokens of an object, by default.
+#: `chunk_tokens`, by default: LMCache's own default of `chunk_size`.
 _CHUNK_TOKENS = 256
 #: Seconds after which the engine's times are sent again, because a restarted store does not know them.
 _TOLD = 60.0
@@ -114,7 +114,7 @@ class Kvarts:
     - `durable`: stores are acknowledged after a flush.
     - `times`: arguments of `kvarts.Times`. The store computes the value of objects from these times, because LMCache does not report
       the engine's steps to a plug-in.
-    - `chunk_tokens`: the number of tokens of an object, equal to LMCache's `chunk_size`."""
+    - `chunk_tokens`: LMCache's `chunk_size`; with N tensor-parallel ranks that each store a part of a chunk, `chunk_size` / N."""
 
     def __init__(
         self,
