@@ -31,7 +31,7 @@ pub(super) struct Warm {
 pub struct HotCounts {
     /// Blocks whose reads from other nodes are counted.
     pub counted: u64,
-    /// Blocks that are copied now.
+    /// Blocks whose copy is under way, or here and within its time.
     pub now: u64,
     /// Blocks that were copied so far.
     pub copied: u64,

@@ -82,7 +82,7 @@ fn directory(out: &mut String, status: &Status) {
     let HotCounts { counted, now, copied, failed } = status.hot;
     let help = "Number of other nodes' blocks whose reads this node counts, to select blocks that it copies.";
     one(out, "kvarts_cluster_hot_counted", "gauge", help, counted);
-    let help = "Blocks of other nodes that are being copied to this node because they are read often.";
+    let help = "Blocks of other nodes that this node copies because they are read often: copies under way, and copies whose time to live has not ended.";
     one(out, "kvarts_cluster_hot_blocks", "gauge", help, now);
     let how = [("copied", copied), ("failed", failed)];
     let help = "Blocks that were selected for a copy on this node because they are read often.";
