@@ -5,7 +5,8 @@ use crate::format::body::Parent;
 use crate::shape::{BlockShape, MAX_BLOCK_BYTES, MAX_CHUNKS, MAX_RUN_BLOCKS};
 use crate::{BlockKey, ContentId, Coordinate, Group, NamespaceId, OriginId};
 
-/// The most payload bytes of a frame of more than one block: what a reader needs as memory.
+/// The most payload bytes of a frame of more than one block. A frame of one block has the bytes of that block, up to
+/// [`MAX_BLOCK_BYTES`].
 pub const RUN_BYTES_MAX: u64 = 32 << 20;
 /// Bytes of a body before its blocks.
 const FIXED: usize = 120;
@@ -27,7 +28,8 @@ pub struct ExportedBlock {
     pub digests: Vec<u32>,
 }
 
-/// Consecutive blocks of one prefix, one group and one coordinate.
+/// Blocks of one group and one coordinate: consecutive blocks of one prefix, or pages without a known order, whose parent is
+/// [`Parent::Unknown`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Run {
     /// The namespace.
@@ -40,13 +42,13 @@ pub struct Run {
     pub created_ms: u64,
     /// When they expire, in milliseconds since 1970; zero for never.
     pub expires_ms: u64,
-    /// How many blocks of the prefix come before the first, where that is known.
+    /// How many blocks of the prefix come before the first, where that is known. Of pages it is not.
     pub first_block: Option<u32>,
     /// What comes before the first block.
     pub parent: Parent,
     /// Bytes of each block.
     pub block_bytes: u64,
-    /// The blocks, in prefix order; never empty.
+    /// The blocks, in the order of the prefix if they are of one; never empty.
     pub blocks: Vec<ExportedBlock>,
 }
 
