@@ -96,6 +96,20 @@ pub enum Refused {
     },
     /// Another block than the one that is given stands at its end: fork it instead.
     Diverged,
+    /// A fork shares no block of its parent, or more than this number: it has no more.
+    Beyond {
+        /// How many the parent has.
+        blocks: u32,
+    },
+    /// A fork shares all blocks of its parent, whose last one is another than the one that is given.
+    OtherTip,
+    /// A session that comes back is given fewer blocks than it has.
+    Fewer {
+        /// How many it has.
+        blocks: u32,
+    },
+    /// An open session has that name, or one of another chain.
+    Taken,
     /// It has as many leases of the store as it may: extend it from its own beginning, with all its own blocks.
     Grants,
     /// Too many sessions stand one on the other.
@@ -241,10 +255,10 @@ impl Sessions {
         if let Some(known) = self.all.get(&name) {
             let was = known.stand;
             if known.is == Is::Open || was.namespace != stand.namespace || was.head != stand.head {
-                return Err(Refused::Diverged);
+                return Err(Refused::Taken);
             }
             if stand.blocks < was.blocks {
-                return Err(Refused::OutOfOrder { from: known.from, blocks: was.blocks });
+                return Err(Refused::Fewer { blocks: was.blocks });
             }
             self.settle(name, until, Is::Open);
             self.grants.add(name.tenant, grants.len());
@@ -274,10 +288,13 @@ impl Sessions {
         let known = self.open_one(parent, now)?;
         let mut stand = known.stand;
         if at == 0 || at > stand.blocks {
-            return Err(Refused::OutOfOrder { from: 1, blocks: stand.blocks });
+            return Err(Refused::Beyond { blocks: stand.blocks });
         }
-        if self.all.contains_key(&name) || at == stand.blocks && tip != stand.tip {
-            return Err(Refused::Diverged);
+        if self.all.contains_key(&name) {
+            return Err(Refused::Taken);
+        }
+        if at == stand.blocks && tip != stand.tip {
+            return Err(Refused::OtherTip);
         }
         if !self.has_room(name.tenant, 0) {
             return Err(Refused::Full);

@@ -228,6 +228,19 @@ fn what_is_asked_of_a_session_is_checked() {
     assert_eq!(extend(2, &fixture::keys(6, 0..1)).unwrap_err().kind(), Kind::Invalid);
     assert_eq!(extend(2, &keys[2..]).unwrap().blocks, 3);
     assert_eq!(extend(3, &fixture::keys(6, 0..1)).unwrap().blocks, 4);
+    let named = |error: kvarts_contract::error::Error, field: &str| {
+        assert!(error.to_string().starts_with(field), "{error}");
+    };
+    named(extend(5, &keys[..1]).unwrap_err(), "first_block: ");
+    named(extend(3, &keys[..1]).unwrap_err(), "keys: ");
+    let fork = |blocks, key: &[BlockKey]| {
+        let (key, lease_ms) = (convert::key_bytes(key), 1000);
+        let request = proto::ForkSessionRequest { session, blocks, key, lease_ms, turn: None };
+        red.fork_session(request).unwrap_err()
+    };
+    named(fork(5, &keys[..1]), "blocks: ");
+    named(fork(4, &keys[..1]), "key: ");
+    named(open(&red, namespace, &|request| request.session = session).unwrap_err(), "session: ");
     // A number is given away once.
     assert_eq!(kind(&|request| request.session = session), Kind::Invalid);
 }

@@ -123,7 +123,9 @@ fn what_was_handed_over_only_waits_for_its_end_and_may_come_back() {
     assert!(sessions.see(name(1, 1), at(2)).unwrap().is_handed_over);
     let back = vec![grant(500, 0, 6)];
     assert_eq!(sessions.open(name(1, 1), stand(6), back, HOLD, at(3)), Ok(()));
-    assert_eq!(sessions.open(name(1, 1), stand(6), vec![], HOLD, at(3)), Err(Refused::Diverged));
+    assert_eq!(sessions.open(name(1, 1), stand(6), vec![], HOLD, at(3)), Err(Refused::Taken));
+    let fewer = sessions.open(name(1, 2), stand(3), vec![], HOLD, at(3));
+    assert_eq!(fewer, Err(Refused::Fewer { blocks: 4 }));
     assert_eq!(sessions.see(name(1, 1), at(3)).unwrap().grants, 2);
     assert_eq!(sessions.expire(at(20)).expired, 2);
     assert!(is_empty(&sessions));

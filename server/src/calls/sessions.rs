@@ -41,12 +41,23 @@ fn fault(refused: Refused) -> Fault {
         Refused::Unknown => Reason::LeaseEnded.into(),
         Refused::HandedOver => Fault::forbidden("the session was handed over to another node"),
         Refused::OutOfOrder { from, blocks } => Fault::malformed(format!(
-            "the index of the first new block (first_block), or the number of blocks that a fork shares \
-            (blocks), must be {from} to {blocks}"
+            "first_block: an index from {from} to {blocks} is required, because the keys must follow the \
+            blocks of the session"
         )),
         Refused::Diverged => Fault::malformed(
-            "the given key differs from the key of the session's block at this position, or another session \
-            has this number: fork the session instead",
+            "keys: the last key differs from the key of the session's block at this position: fork the \
+            session instead",
+        ),
+        Refused::Beyond { blocks } => Fault::malformed(format!(
+            "blocks: a number from 0 (all) to {blocks} is required, because the parent has {blocks} blocks"
+        )),
+        Refused::OtherTip => Fault::malformed("key: the key differs from the key of the parent's last block"),
+        Refused::Fewer { blocks } => Fault::malformed(format!(
+            "keys: the session with this number has {blocks} blocks: give the keys of all its blocks"
+        )),
+        Refused::Taken => Fault::malformed(
+            "session: the number belongs to an open session, or to a session of another namespace or chain: \
+            set 0 to open a new session",
         ),
         Refused::Grants => Fault::malformed(
             "the session's limit of leases is reached: extend the session from the first block that its \
