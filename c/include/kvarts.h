@@ -57,8 +57,9 @@ kvarts_status kvarts_connect(const char *endpoint, const char *token, kvarts_cli
 void kvarts_client_free(kvarts_client *client);
 
 /* All fields that determine the bytes of blocks. `model` to `layout_version` are required. `tokenizer` to `window` may be null, which means "none".
- * Set either `spec` or `page_bytes`, and leave the other field null or 0. `spec` is the name of a shipped model, or the text of a spec. If
- * `page_bytes` is set, a block is one flat page of this size on each rank. */
+ * Set either `spec` or `page_bytes`, and leave the other field null or 0. `spec` is the name of a model whose spec the library contains
+ * (`kvarts model list` of the same version lists the names), or the text of a spec in TOML. If `page_bytes` is set, a block is one flat page of
+ * this size on each rank. */
 typedef struct kvarts_identity {
   const char *model, *revision, *dtype, *engine, *layout, *layout_version;
   const char *tokenizer, *adapter, *quantisation, *scales, *rope, *window;
