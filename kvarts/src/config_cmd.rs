@@ -66,11 +66,17 @@ pub(crate) fn run(arguments: &ConfigArgs, out: &mut dyn Write) -> Result<(), Fai
     }
 }
 
+/// Who may do what. Without tokens every client has all rights; of a loopback address only programs of this host are clients.
 fn doors(config: &Config) -> String {
-    match &config.gate {
-        Gate::Open(_) => "open to every client that can connect".to_owned(),
-        Gate::Tokens(tokens) => format!("{} tokens", tokens.len()),
-    }
+    let all = match (&config.gate, config.grpc) {
+        (Gate::Tokens(tokens), _) => return format!("{} tokens", tokens.len()),
+        (Gate::Open(_), Some(address)) if address.ip().to_canonical().is_loopback() => {
+            "every user of this host".to_owned()
+        }
+        (Gate::Open(_), Some(address)) => format!("every client that can reach {address}"),
+        (Gate::Open(_), None) => "every client that can open the local socket".to_owned(),
+    };
+    format!("all rights for {all} (no tokens)")
 }
 
 fn show_settings(arguments: &ShowArgs, out: &mut dyn Write) -> Result<(), Failure> {

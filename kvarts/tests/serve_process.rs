@@ -672,6 +672,14 @@ fn a_configuration_is_checked_and_shown_without_starting_anything() {
         text(&kvarts(&["config", "check", "--config", path]).stdout)
             .starts_with("the configuration is valid: ")
     );
+    // An address of this host alone is open to this host alone.
+    for (address, access) in [
+        ("127.0.0.1:7440", "all rights for every user of this host (no tokens)"),
+        ("none", "all rights for every client that can open the local socket (no tokens)"),
+    ] {
+        let checked = kvarts(&["config", "check", "--config", path, "--listen-grpc", address]);
+        assert!(text(&checked.stdout).trim_end().ends_with(access), "{address}: {}", text(&checked.stdout));
+    }
     let open = kvarts(&["config", "check", "--listen-grpc", "0.0.0.0:7440"]);
     assert_eq!(open.status.code(), Some(2));
     assert!(text(&open.stderr).contains("anyone may read and write"));

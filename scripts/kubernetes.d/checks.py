@@ -396,7 +396,8 @@ class Program(unittest.TestCase):
                 arguments[budget] = "1GiB"
             with self.subTest(values=name):
                 checked = json.loads(self.ran(environment, "config", "check", "--json", *arguments[1:]))
-                self.assertEqual(checked["access"], "open to every client that can connect" if name == "open" else "1 tokens")
+                every = "all rights for every client that can open the local socket (no tokens)"
+                self.assertEqual(checked["access"], every if name == "open" else "1 tokens")
                 shown = json.loads(self.ran(environment, "config", "show", "--json", *arguments[1:]))
                 limit = bytes_of(container["resources"]["limits"]["memory"])
                 shared = bytes_of(environment["KVARTS_LIMITS_SHARED"])
