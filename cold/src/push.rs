@@ -209,7 +209,7 @@ impl std::fmt::Debug for Pusher<'_> {
 }
 
 fn refused(error: FormatError) -> ColdError {
-    ColdError::Object("a run of blocks cannot be packed".to_owned(), error)
+    ColdError::Object("consecutive blocks cannot be encoded for a pack".to_owned(), error)
 }
 
 impl<'a> Pusher<'a> {

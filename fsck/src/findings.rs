@@ -79,8 +79,7 @@ labels! {
         was written";
     /// A shard that the superblock does not have.
     SHARD_UNEXPECTED = "shard-unexpected", Problem,
-        "the directory contains a folder of a shard that belongs to another directory: a copy, or a folder of another \
-        directory";
+        "the directory contains the folder of a shard of another directory: it was copied or moved here";
     /// A listing that failed.
     FOLDER_UNREADABLE = "folder-unreadable", Problem,
         "a folder of the store cannot be listed: its content was not checked";
@@ -129,7 +128,8 @@ labels! {
         "trailer and footer are both valid but contradict each other: a writer's defect";
     /// A good record that the footer leaves out.
     RECORD_NOT_LISTED = "record-not-listed", Problem,
-        "the footer of a segment that was sealed in order lacks a complete record of this generation";
+        "the segment was sealed normally and contains a complete record of its generation, but the footer does not list \
+        the record";
     /// Blocks without a namespace.
     RECORD_UNDEFINED = "record-undefined", Problem,
         "no earlier record of the segment defines the record's namespace or spec, or the definition is damaged";

@@ -143,8 +143,8 @@ fn judge(engine: &str, python: &Path, output: io::Result<Output>) -> Finding {
         Verdict::Better => Finding::better(
             check,
             found,
-            "test the engine with your model before production: its new interfaces may need support in \
-            Kvarts",
+            "test this engine version with your model before production: the engine has new interfaces that \
+            Kvarts may not support yet",
         ),
         Verdict::Bad => {
             Finding::bad(check, found, "use a tested version, or a release of Kvarts as recent as the engine")

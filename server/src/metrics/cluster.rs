@@ -73,9 +73,9 @@ fn directory(out: &mut String, status: &Status) {
     one(out, "kvarts_cluster_directory_bytes", "gauge", help, status.entry_bytes);
     let help = "Number of times that this node's part of the directory was full, and therefore omitted or dropped a copy of a block.";
     one(out, "kvarts_cluster_directory_refused_total", "counter", help, status.left_out);
-    let help = "Parts (of 4,096) of the directory on this node that may be incomplete, because a node has not reported all of its blocks yet, or because this node's part was full.";
+    let help = "Partitions (of 4,096 in the cluster) of the directory on this node that may be incomplete, because a node has not reported all of its blocks yet, or because this node's share of the directory was full.";
     one(out, "kvarts_cluster_directory_partial", "gauge", help, status.partial);
-    let help = "Chains for which this node decides the owner.";
+    let help = "Chains (consecutive blocks of one prefix) for which this node chooses the owner.";
     one(out, "kvarts_cluster_chains", "gauge", help, status.chains);
     let help = "Chains that this node owns. On this node, the blocks of these chains are evicted last.";
     one(out, "kvarts_cluster_chains_owned", "gauge", help, status.owned);
@@ -89,7 +89,7 @@ fn directory(out: &mut String, status: &Status) {
     labelled(out, "kvarts_cluster_hot_blocks_total", "counter", help, "how", how);
     let PutCounts { kept, held, owned, unasked } = status.puts;
     let how = [("kept", kept), ("held", held), ("owned", owned), ("unasked", unasked)];
-    let help = "Blocks in puts, by outcome: kept (another node had the block or owned its chain, so this node stored the block for a limited time), held (another node had the block, so this node did not store it), owned (another node had the block, but this node owned its chain and stored the block), unasked (the directory did not answer in time, so this node stored the block).";
+    let help = "Blocks in puts, by outcome: kept (another node owned the chain of the block, or had the block and cluster.put is keep, so this node stored the block for a limited time), held (another node had the block and cluster.put is single, so this node did not store it), owned (another node had the block, but this node owned its chain and stored the block), unasked (the directory did not answer in time, so this node stored the block).";
     labelled(out, "kvarts_cluster_put_blocks_total", "counter", help, "how", how);
     let OfferCounts { forwarded, last, taken, copied, failed } = status.offers;
     let what =

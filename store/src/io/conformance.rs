@@ -51,7 +51,7 @@ pub const CASES: [(&str, Case); 14] = [
     ("a region can be registered again", a_region_can_be_registered_again),
     ("a directory lists its names in order", a_directory_lists_its_names),
     (
-        "a renamed file replaces another file, and a removed file is gone",
+        "a rename replaces an existing file, and a removed file cannot be found",
         renaming_replaces_and_removing_removes,
     ),
     ("a file has the length and the blocks that were set", a_file_has_the_length_it_was_given),

@@ -68,7 +68,7 @@ pub static RECORD_ROWS: &[RecordRow] = &[
             "record-listed",
             Severity::Normal,
             Decision::Adopt,
-            "a footer or checkpoint lists the record and its header is sound; its payload is verified when it is read",
+            "a footer or checkpoint lists the record, and the record's header is sound; the payload is verified when the record is read",
         ),
         found: &[Found::RecordUnread],
         scan: LISTED,

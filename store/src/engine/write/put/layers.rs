@@ -125,8 +125,8 @@ fn try_begin(shared: &Arc<Shared>, mut request: PutRequest) -> Result<(u32, Laye
     let gate = request.from.gate().cloned();
     let gate = gate.filter(|gate| gate.opened() == 0 && request.layout != Some(Layout::FullBlock));
     let wrong = ShapeCause::Rule(
-        "a layered put needs memory with a StepGate that has opened no step, \
-        and a layout other than full-block",
+        "a layered put needs memory with a StepGate on which no step was opened yet; \
+        its layout must not be full-block",
     );
     let gate = gate.ok_or(Reason::Shape(wrong))?;
     request.layout = Some(Layout::LayerBlock);
