@@ -136,7 +136,9 @@ impl Greeting {
         if blake3::Hash::from_bytes(proof) != words.proof(&self.secret, Side::Caller) {
             // Also one that calls another node.
             say(stream, &[OTHER_SECRET]).await?;
-            return Err(refused("the cluster secrets of the two nodes differ, or the caller expected a different node at this address"));
+            return Err(refused(
+                "the cluster secrets of the two nodes differ, or the caller expected a different node at this address",
+            ));
         }
         if !is_known(words.from) {
             say(stream, &[OTHER_CERTIFICATE]).await?;

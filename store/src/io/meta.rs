@@ -229,7 +229,15 @@ impl Meta {
         let mut flags = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::NONBLOCK;
         flags |= if mode.write { OFlags::RDWR } else { OFlags::RDONLY };
         flags.set(OFlags::CREATE, mode.create);
-        let open = |flags| openat(parent.as_fd(), last, flags, Mode::from_raw_mode(FILE_MODE));
+        // A read then changes no time of access: the kernel would change it as the read is submitted, on the executor's thread, and may
+        // wait there for the disk. Only the owner of the file may ask for it.
+        let open = |flags| {
+            let open = |flags| openat(parent.as_fd(), last, flags, Mode::from_raw_mode(FILE_MODE));
+            match open(flags | OFlags::NOATIME) {
+                Err(Errno::PERM) => open(flags),
+                opened => opened,
+            }
+        };
         let fd = if direct {
             match open(flags | OFlags::DIRECT) {
                 Err(errno @ (Errno::INVAL | Errno::OPNOTSUPP)) => {

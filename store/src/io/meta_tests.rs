@@ -69,6 +69,23 @@ fn an_opened_file_blocks_and_keeps_direct_io_if_the_file_system_has_it() {
 }
 
 #[test]
+fn a_read_changes_no_time_of_access_of_an_own_file() {
+    let scratch = Scratch::on_disk();
+    let meta = meta(&scratch);
+    let file = open(&meta, "file", MAKE).unwrap();
+    let opened = meta.files.get(file).unwrap();
+    assert!(fcntl_getfl(opened.as_fd()).unwrap().contains(OFlags::NOATIME));
+    rustix::io::pwrite(opened.as_fd(), b"one", 0).unwrap();
+    // A time of access before the last change is what a mount with `relatime` sets to now at the next read.
+    let long_ago = rustix::fs::Timespec { tv_sec: 1, tv_nsec: 0 };
+    let now = rustix::fs::Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW };
+    let times = rustix::fs::Timestamps { last_access: long_ago, last_modification: now };
+    rustix::fs::futimens(opened.as_fd(), &times).unwrap();
+    rustix::io::pread(opened.as_fd(), &mut [0; 3][..], 0).unwrap();
+    assert_eq!(fstat(opened.as_fd()).unwrap().st_atime, 1);
+}
+
+#[test]
 fn renaming_across_directories_is_refused() {
     let scratch = Scratch::on_disk();
     let meta = meta(&scratch);

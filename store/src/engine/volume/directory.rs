@@ -109,7 +109,8 @@ pub(crate) async fn open(way: &Way<'_>, plan: &Plan) -> Result<Found, Reason> {
     }
     if !seen.iter().any(|one| matches!(one, Seen::Sound(_))) {
         let first = seen.into_iter().find_map(|one| if let Seen::Out(why) = one { Some(why) } else { None });
-        return Err(first.unwrap_or(Reason::Bug("a directory has none of the three states: empty, in use, out of use")));
+        return Err(first
+            .unwrap_or(Reason::Bug("a directory has none of the three states: empty, in use, out of use")));
     }
     let is_new =
         seen.iter().any(|one| matches!(one, Seen::Empty)) && making::finish(way, plan, &mut seen).await?;
