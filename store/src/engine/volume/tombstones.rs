@@ -15,6 +15,11 @@ use kvarts_layout::{BlockKey, NamespaceId};
 /// Which groups and coordinates of a key a tombstone is for; `None` for all.
 type Scope = (Option<u32>, Option<u64>);
 
+/// Memory of one tombstone, with its share of a node of the map.
+const TOMBSTONE_BYTES: usize = 112;
+/// What glibc takes from the heap and does not give back to the kernel at once.
+const HEAP_BYTES_MAX: usize = 96 << 10;
+
 /// What was deleted of one namespace: keys, for which groups and coordinates, and below which sequence.
 type Keys = BTreeMap<(BlockKey, Scope), u64>;
 
@@ -81,6 +86,13 @@ pub(crate) struct TombstoneSet {
     version: u64,
 }
 
+/// Memory that is allocated in one piece and freed at once, for small pieces that follow. glibc extends the heap of a thread that is not
+/// the first by one page a system call, which waits for the page faults of all other threads; for one piece it extends the heap once, and
+/// keeps what is freed.
+fn extend_heap(bytes: usize) {
+    drop(std::hint::black_box(Vec::<u8>::with_capacity(bytes.min(HEAP_BYTES_MAX))));
+}
+
 /// The tombstones of one key.
 fn of_key(keys: &Keys, key: BlockKey) -> impl Iterator<Item = (&Scope, &u64)> {
     let all = (key, (None, None))..=(key, (Some(u32::MAX), Some(u64::MAX)));
@@ -110,6 +122,7 @@ impl TombstoneSet {
     pub(crate) fn bury_body(&mut self, namespace: NamespaceId, body: &Body) {
         match body {
             Body::Tombstones(tombstones) => {
+                extend_heap(tombstones.entries.len() * TOMBSTONE_BYTES);
                 tombstones.entries.iter().for_each(|tombstone| self.bury(namespace, tombstone));
             }
             Body::Epoch(epoch) => self.bury_all(epoch),
