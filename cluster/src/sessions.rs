@@ -96,19 +96,19 @@ pub enum Refused {
     },
     /// Another block than the one that is given stands at its end: fork it instead.
     Diverged,
-    /// A fork shares no block of its parent, or more than this number: it has no more.
+    /// A fork would share no block of its parent, or more blocks than the parent has.
     Beyond {
         /// How many the parent has.
         blocks: u32,
     },
-    /// A fork shares all blocks of its parent, whose last one is another than the one that is given.
+    /// A fork would share all blocks of its parent, but the given key is not the key of the parent's last block.
     OtherTip,
-    /// A session that comes back is given fewer blocks than it has.
+    /// A session is opened again with fewer blocks than it has.
     Fewer {
         /// How many it has.
         blocks: u32,
     },
-    /// An open session has that name, or one of another chain.
+    /// The name belongs to an open session, or to a session of another namespace or chain.
     Taken,
     /// It has as many leases of the store as it may: extend it from its own beginning, with all its own blocks.
     Grants,

@@ -66,7 +66,7 @@ pub(crate) fn run(arguments: &ConfigArgs, out: &mut dyn Write) -> Result<(), Fai
     }
 }
 
-/// Who may do what. Without tokens every client has all rights; of a loopback address only programs of this host are clients.
+/// The access control in words. Without tokens every client has all rights; only programs of this host reach a loopback address.
 fn doors(config: &Config) -> String {
     let all = match (&config.gate, config.grpc) {
         (Gate::Tokens(tokens), _) => return format!("{} tokens", tokens.len()),

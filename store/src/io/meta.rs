@@ -229,8 +229,8 @@ impl Meta {
         let mut flags = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::NONBLOCK;
         flags |= if mode.write { OFlags::RDWR } else { OFlags::RDONLY };
         flags.set(OFlags::CREATE, mode.create);
-        // A read then changes no time of access: the kernel would change it as the read is submitted, on the executor's thread, and may
-        // wait there for the disk. Only the owner of the file may ask for it.
+        // Without it the kernel may change the time of access when a read is submitted, and then wait for the disk on the executor's thread.
+        // The kernel refuses the flag to a process that does not own the file.
         let open = |flags| {
             let open = |flags| openat(parent.as_fd(), last, flags, Mode::from_raw_mode(FILE_MODE));
             match open(flags | OFlags::NOATIME) {

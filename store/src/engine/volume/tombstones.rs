@@ -17,7 +17,7 @@ type Scope = (Option<u32>, Option<u64>);
 
 /// Memory of one tombstone, with its share of a node of the map.
 const TOMBSTONE_BYTES: usize = 112;
-/// What glibc takes from the heap and does not give back to the kernel at once.
+/// Below the 128 KiB from which glibc takes a piece outside of the heap, and returns the end of the heap to the kernel.
 const HEAP_BYTES_MAX: usize = 96 << 10;
 
 /// What was deleted of one namespace: keys, for which groups and coordinates, and below which sequence.
@@ -86,9 +86,9 @@ pub(crate) struct TombstoneSet {
     version: u64,
 }
 
-/// Memory that is allocated in one piece and freed at once, for small pieces that follow. glibc extends the heap of a thread that is not
-/// the first by one page a system call, which waits for the page faults of all other threads; for one piece it extends the heap once, and
-/// keeps what is freed.
+/// Makes room in the heap for small allocations that follow: one of this size, freed at once. For small ones glibc extends the heap of
+/// a thread other than the first by one page a system call, and each call waits for the page faults of all other threads. The larger one
+/// extends the heap once, and glibc keeps the freed memory.
 fn extend_heap(bytes: usize) {
     drop(std::hint::black_box(Vec::<u8>::with_capacity(bytes.min(HEAP_BYTES_MAX))));
 }
